@@ -56,8 +56,8 @@ test-py: $(READY)
 integrations: $(FRAMEWORKS)
 
 test-integrations: $(FRAMEWORKS)
-	$(PYTEST) tests/test_docs_frameworks.py tests/test_finetune_hf.py tests/test_fuse_*.py \
-		tests/test_integrations*.py
+	$(PYTEST) tests/test_docs_frameworks.py tests/test_finetune_hf.py tests/test_integrations*.py \
+		$(patsubst %,tests/test_fuse_%.py,deepspeed loops peft rl tp trainer transformers)
 
 demo: $(READY)
 	$(PYTHON) examples/train_lm.py --out demo $(if $(STEPS),--steps $(STEPS))

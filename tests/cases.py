@@ -229,7 +229,7 @@ class Yardstick:
         """Allows half a ulp of each logit and each probability as the GEMM reads it, and a few
         roundings of each statistic, times the factors that multiply them."""
         options = self.wide.options
-        logits, cut, target = _final_logits(self.wide)
+        logits, cut, target = final_logits(self.wide)
         size = 1.0 + logits.masked_fill(logits.isinf(), 0.0).abs().max().item()
         stat = LOGIT_ROUNDING[self._dtype_of("loss")]
         rounding = 0.5 * self.logit_error["input"] + 4.0 * stat * size
@@ -250,6 +250,10 @@ class Yardstick:
         extra["input"] = rows * (1.0 if w is None else _longest_row(w))
         extra["linear_bias"] = rows.norm()
         extra["linear_weight"] = rows.norm() * _longest_row(x)
+        if options.get("adapter_weight") is not None:
+            low_rank = options["adapter_input"].nan_to_num()
+            extra["adapter_input"] = rows * _longest_row(options["adapter_weight"])
+            extra["adapter_weight"] = rows.norm() * _longest_row(low_rank)
         for name, error in extra.items():
             self.granted[name] = self.granted[name] + error
 
@@ -298,7 +302,7 @@ class Yardstick:
 
     def _check_choice(self, where, name, value):
         """Predictions and accuracy: exact where rounding cannot change which logit is largest."""
-        logits, cut, _ = _final_logits(self.wide)
+        logits, cut, _ = final_logits(self.wide)
         logits, cut = logits.reshape(-1, logits.shape[-1]), cut.reshape(-1)
         top = logits.topk(min(2, logits.shape[-1])).values
         stat = LOGIT_ROUNDING[self._dtype_of("loss")]
@@ -359,7 +363,7 @@ def _logit_factor(case):
 _OF_LOGITS = inspect.signature(reference.final_logits).parameters.keys() - {"logits", "cut"}
 
 
-def _final_logits(case):
+def final_logits(case):
     """The final logits (..., V), the mask of the ignored rows (...), and the targets."""
     options = case.options
     target, ignore_index = case.target, options.get("ignore_index")
@@ -370,6 +374,9 @@ def _final_logits(case):
     product = case.input.masked_fill(cut.unsqueeze(-1), 0.0)
     if case.linear_weight is not None:
         product = F.linear(product, case.linear_weight, options.get("linear_bias"))
+    if options.get("adapter_weight") is not None:
+        low_rank = options["adapter_input"].masked_fill(cut.unsqueeze(-1), 0.0)
+        product = product + F.linear(low_rank, options["adapter_weight"])
     product = product[..., : options.get("valid_vocab")]
     of_logits = {name: options[name] for name in _OF_LOGITS if name in options}
     logits = reference.final_logits(product, cut, **of_logits)
@@ -393,6 +400,12 @@ def _logit_error(case, wide, logits_dtype):
     logits = wide.input.reshape(-1, wide.input.shape[-1]).nan_to_num()
     if wide.linear_weight is not None:
         logits = logits @ wide.linear_weight.T
+    if wide.options.get("adapter_weight") is not None:
+        low_rank, narrow = (
+            wide.options["adapter_input"].nan_to_num(),
+            wide.options["adapter_weight"],
+        )
+        logits = logits + low_rank.reshape(-1, low_rank.shape[-1]) @ narrow.T
     if not logits.numel():
         return {"input": logits.new_zeros(len(logits)), "linear_weight": 0.0}
     rows = rounding * logits.abs().amax(dim=-1) * _logit_factor(wide).to(logits.device)
@@ -424,16 +437,13 @@ def per_row(device, *shape, low=0.5, high=2.0):
 
 
 def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
-    """Two results, tensors or sequences of tensors, and their gradients agree."""
+    """Two results, tensors or sequences of tensors, and their gradients agree; `theirs` may have
+    other dtypes."""
     ours, theirs = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (ours, theirs))
-    upstream = [
-        torch.linspace(0.3, -1.1, t.numel(), dtype=t.dtype, device=t.device).reshape(t.shape)
-        for t in ours
-    ]
-    grads = [
-        torch.autograd.grad(side, inputs, upstream, retain_graph=retain_graph)
-        for side in (ours, theirs)
-    ]
+    grads = []
+    for side in (ours, theirs):
+        upstream = [torch.linspace(0.3, -1.1, t.numel()).to(t).reshape(t.shape) for t in side]
+        grads.append(torch.autograd.grad(side, inputs, upstream, retain_graph=retain_graph))
     for value, expected in zip([*ours, *grads[0]], [*theirs, *grads[1]], strict=True):
         assert value.shape == expected.shape
         assert relative_error(value.detach(), expected.detach().double()) <= tolerance

@@ -49,6 +49,15 @@ def cuda():
     return "cuda"
 
 
+@pytest.fixture
+def one_thread():
+    """On shared cores, threads that wait for each other take most of the time of a small case."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_settings(monkeypatch, pytestconfig):
     """Of the shell or an earlier test; FLCE_POISON is kept: results must not depend on it."""

@@ -6,10 +6,12 @@ import math
 import random
 import zlib
 
+import cases
 import torch
 from drawn_losses import LOSSES, OF_SEQUENCES, linear
 
 import flce
+from flce import reference
 
 FUNCTIONS = ("logprobs", "at", "topk", "classes", "sparse", "loss", "loss_at")
 SHAPES = ((0,), (1,), (5,), (17,), (2, 3), (3, 1, 4), (2, 0), (33,), (2, 2, 6), (12,))
@@ -311,75 +313,44 @@ class Draw:
 # ---- the definition ----
 
 
-def shifted(call):
-    """The target of each row."""
-    target, shift = call.target, call.meant.get("shift", 0)
-    if not shift:
-        return target
-    length = target.shape[-1]
-    bounds = call.bounds or list(range(0, target.numel() + 1, max(length, 1)))
-    flat, made = target.reshape(-1), torch.full((target.numel(),), call.meant["ignore_index"])
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
-        for i in range(begin, end - shift):
-            if (i + shift) // length == i // length:  # a row of the last dimension
-                made[i] = flat[i + shift]
-    return made.reshape(target.shape)
-
-
-def final_logits(call, leaves):
-    """l (..., V) of the classes that exist, and the mask of the ignored rows."""
-    meant, valid = call.meant, call.meant.get("valid_vocab")
-    target = shifted(call)
-    cut = (target == meant["ignore_index"]).unsqueeze(-1)
-    kept = {name: leaves[name].masked_fill(cut, 0.0) for name in OF_ROWS if name in leaves}
-    z = kept["input"] @ leaves["linear_weight"][:valid].T
-    if "adapter_input" in kept:
-        z = z + kept["adapter_input"] @ leaves["adapter_weight"].T
-    if "linear_bias" in leaves:
-        z = z + leaves["linear_bias"][:valid]
-    z = z * meant.get("logit_scale", 1.0)
-    if "softcap" in meant:
-        z = meant["softcap"] * torch.tanh(z / meant["softcap"])
-    temperature = meant.get("temperature", 1.0)
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.double().unsqueeze(-1).masked_fill(cut, 1.0)
-    return z / temperature, cut.squeeze(-1), target
-
-
-def gathered(values, ids, absent):
-    return values.gather(-1, ids.masked_fill(absent, 0).long()).masked_fill(absent, 0.0)
+def case_of(call, leaves):
+    """The call as a cases.Case with these leaves. What is ignored is -100 in it."""
+    meant, leaves = call.meant, dict(leaves)
+    target = call.target.long()
+    target = torch.where(target == meant["ignore_index"], -100, target)
+    if call.ids is not None and call.function != "classes":  # the rows have no target of their own
+        target = target.clamp(max=0)
+    of_logits = ("softcap", "logit_scale", "temperature", "valid_vocab", "shift")
+    options = {name: meant[name] for name in of_logits if name in meant}
+    if options.get("shift") and call.bounds:
+        options["cu_seqlens"] = torch.tensor(call.bounds)
+    operands = leaves.pop("input"), leaves.pop("linear_weight"), target
+    return cases.Case(*operands, {**options, **leaves}).to(torch.float64)
 
 
 def definition(call, leaves, found=None):
-    """Outputs by name. `found`: the classes that a call with topk gave."""
-    meant = call.meant
-    logits, cut, target = final_logits(call, leaves)
-    log_p = logits.log_softmax(-1)
-    p = log_p.exp()
-    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1).masked_fill(cut, 0.0)
-    lse = logits.logsumexp(-1).masked_fill(cut, 0.0)
-    own = None
-    if call.function not in ("at", "sparse", "loss_at"):
-        own = gathered(log_p, target.unsqueeze(-1), cut.unsqueeze(-1)).squeeze(-1)
-    ids = found if found is not None else call.ids
-    at = of_logits = None
+    """Outputs by name, of flce.reference. `found`: the classes that a call with topk gave."""
+    meant, case = call.meant, case_of(call, leaves)
+    ids, none = (call.ids, meant["ignore_index"]) if found is None else (found, -1)
+    wants = {"reduction": "none", "return_lse": True, "return_entropy": True}
     if ids is not None:
-        none = -1 if found is not None else meant["ignore_index"]
+        wants["classes"] = ids.long().masked_fill(ids == none, -100)
+    operands = case.input, case.linear_weight, case.target
+    rows = reference.linear_cross_entropy(*operands, **case.options, **wants)
+    made, cut = rows._asdict(), cases.final_logits(case)[1]
+    made |= {"logprobs": -rows.loss, "top": None}
+    if ids is not None:
         absent = (ids == none) | cut.unsqueeze(-1)
-        at, of_logits = gathered(log_p, ids, absent), gathered(logits, ids, absent)
-    made = {"logprobs": own, "entropy": entropy, "lse": lse, "loss": None}
-    made |= {"top": at, "class_logits": of_logits}
-    if call.function in ("at", "loss_at"):
-        made["logprobs"] = at
-    if call.function in ("classes", "sparse"):
-        rows = -own if own is not None else None
-        if call.function == "sparse":
-            weighted = meant["probabilities"].double() * gathered(-log_p, call.ids, absent)
-            rows = weighted.sum(-1) + meant.get("z_loss", 0.0) * lse.square()
-            if "token_weight" in meant:
-                rows = rows * meant["token_weight"].double()
-        made["loss"] = reduced(rows, cut, meant)
-    if call.function.startswith("loss"):
+        at = (rows.class_logits - rows.lse.unsqueeze(-1)).masked_fill(absent, 0.0)
+        made |= {"top": at} | ({"logprobs": at} if call.function in ("at", "loss_at") else {})
+    if call.function == "classes":
+        made["loss"] = reduced(rows.loss, cut, meant)
+    if call.function == "sparse":
+        losses = (meant["probabilities"].double() * -at).sum(-1)
+        losses = losses + meant.get("z_loss", 0.0) * rows.lse.square()
+        losses = losses * meant.get("token_weight", torch.ones(())).double()
+        made["loss"] = reduced(losses, cut, meant)
+    if call.loss_fn:
         return definition_of_loss(call, made)
     return {name: made[name] for name in call.upstream}
 

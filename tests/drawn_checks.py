@@ -1,11 +1,13 @@
 """Results of a drawn call against its definition: values and gradients, each element within a bound
 that counts roundings, and in float64 within 1e-9 of the largest."""
 
+import dataclasses
 import math
 
+import cases
 import torch
 import torch.distributed as dist
-from drawn import OF_CLASSES, OF_ROWS, ROUNDING, definition, final_logits, run
+from drawn import OF_CLASSES, OF_ROWS, ROUNDING, case_of, definition, run
 
 import flce
 
@@ -31,6 +33,25 @@ def differentiate(outputs, upstream, leaves=()):
     return alone
 
 
+def moved(value, device):
+    """On the device, with the same strides: a tensor, or those of a dict or of a call."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type == device:
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return made.copy_(value)
+    if isinstance(value, dict):
+        return {name: moved(one, device) for name, one in value.items()}
+    return tuple(moved(one, device) for one in value) if isinstance(value, tuple) else value
+
+
+def on_device(call, device):
+    """The call with its tensors on a device."""
+    fields = ("leaves", "target", "ids", "options", "meant", "upstream", "grad_output")
+    made = {name: moved(getattr(call, name), device) for name in fields}
+    return dataclasses.replace(call, **made)
+
+
 def results(call, ranks=None):
     """Outputs, the classes of topk and the gradients of the leaves, of one call of flce. `ranks`:
     functions that slice an operand's classes and make the options of a rank."""
@@ -38,13 +59,12 @@ def results(call, ranks=None):
     for name, tensor in call.leaves.items():
         own = ranks.sliced(call, name, tensor) if ranks else tensor
         leaves[name] = own.detach().requires_grad_(name in call.needs)
-    weight = leaves["linear_weight"]
-    if into == "main_grad":
-        wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
-        before = 0.5 if wide == torch.float64 else 0.0  # float32 would round the sum to it
-        weight.main_grad = torch.full_like(weight, before, dtype=wide)
-    elif into and call.seed % 2:
-        weight.grad = torch.zeros_like(weight)
+    weight, before, held = leaves["linear_weight"], 0.0, None
+    if into == "main_grad" or into and call.seed % 2:  # an absent .grad is made
+        wide = into == "main_grad" and weight.dtype != torch.float64
+        before = 0.5 if weight.dtype == torch.float64 else 0.0  # float32 would round the sum to it
+        held = torch.full_like(weight, before, dtype=torch.float32 if wide else weight.dtype)
+        setattr(weight, into, held)
     outputs, found = run(call, leaves, **(ranks.options(call) if ranks else {}))
     names = sorted(call.needs)
     repeats = [leaves[name] for name in names] if into is None and call.seed % 4 == 0 else []
@@ -53,9 +73,10 @@ def results(call, ranks=None):
     grads += [(name, grad) for name, grad in zip(names, alone, strict=False) if grad is not None]
     if ranks:
         grads = [(name, ranks.summed(call, name, grad)) for name, grad in grads]
-    if into == "main_grad":
-        assert weight.grad is None or not weight.grad.any()
-        grads = [(n, weight.main_grad - before if n == "linear_weight" else g) for n, g in grads]
+    if held is not None:
+        assert getattr(weight, into) is held
+        assert into == "grad" or weight.grad is None or not weight.grad.any()
+        grads = [(n, held - before if n == "linear_weight" else g) for n, g in grads]
     return outputs, found, grads
 
 
@@ -74,12 +95,13 @@ def truths(call, found):
 class Bounds:
     """Errors that roundings can cause, to first order: for a row of outputs, and for each leaf."""
 
-    def __init__(self, call):
+    def __init__(self, call, device):
         leaves = {name: t.detach().double() for name, t in call.leaves.items()}
-        logits, cut, _ = final_logits(call, leaves)
+        logits, cut, _ = cases.final_logits(case_of(call, leaves))
         self.call, self.dtype = call, call.dtype
         own, of_logit = ROUNDING[call.dtype]
         self.stat = stat = 2.0 ** (-53 if call.dtype == torch.float64 else -24)
+        of_logit = of_logit if device == "cpu" else stat  # a GPU's logits are in float32
         meant, valid = call.meant, logits.shape[-1]
         parts = [(leaves["input"], leaves["linear_weight"][:valid])]
         if "adapter_input" in leaves:
@@ -152,9 +174,10 @@ class Bounds:
         return reach.reshape(shape)
 
 
-def check_choice(call, bounds, found):
+def check_choice(call, bounds, found, device):
     """The classes of topk are the largest, no class twice, -1 in ignored rows alone."""
-    logits, cut, _ = final_logits(call, {n: t.detach().double() for n, t in call.leaves.items()})
+    leaves = {name: tensor.detach() for name, tensor in call.leaves.items()}
+    logits, cut, _ = cases.final_logits(case_of(call, leaves))
     count = call.options["topk"]
     assert found.shape == (*cut.shape, count) and found.dtype == torch.int64
     assert (found[cut] == -1).all()
@@ -164,7 +187,13 @@ def check_choice(call, bounds, found):
     best = logits[~cut].topk(count, dim=-1).values
     chosen = logits[~cut].gather(-1, kept)
     slack = 2.0 * bounds.row[~cut].unsqueeze(-1)
+    if device == "cuda":  # which compares float32
+        slack = slack + 2.0**-22 * best.abs().masked_fill(best.isinf(), 0.0)
     short = (chosen < best - slack) & ~(chosen == best)
+    if device == "cuda" and call.dtype.itemsize == 2:
+        # Hopper finds candidates by E, which holds l - max to 2^-8 and nothing far below it.
+        largest, far = best[:, :1], 80.0 if call.dtype == torch.bfloat16 else 16.0
+        short &= (best > largest - far) & (chosen < best - 2.0**-7 * (largest - best + 1.0))
     assert not short.any(), f"smaller classes: {chosen[short][:3]}, {best[short][:3]}"
 
 
@@ -239,15 +268,16 @@ def compare(call, name, value, truth, bound, record):
         record.note(name, ratio, call.seed)
 
 
-def check(call, record, ranks=None):
+def check(call, record, ranks=None, device="cpu"):
     """Runs a call and compares it with its definition; what fails carries the call's name."""
     try:
         if call.loss_fn:  # sets the log-probabilities that a ratio compares with
             truths(call, None)
-        outputs, found, grads = results(call, ranks)
-        bounds = Bounds(call)
+        outputs, found, grads = results(on_device(call, device), ranks)
+        outputs, found, grads = moved((outputs, found, tuple(grads)), "cpu")
+        bounds = Bounds(call, device)
         if found is not None:
-            check_choice(call, bounds, found)
+            check_choice(call, bounds, found, device)
         true_outputs, true_grads = truths(call, found)
         wide = torch.float64 if call.dtype == torch.float64 else torch.float32
         vague = bounds.vague and call.dtype != torch.float64
@@ -272,7 +302,7 @@ def check(call, record, ranks=None):
             truth = ranks.sliced(call, name, truth) if ranks else truth
             value = torch.zeros_like(truth) if value is None else value
             bound = bounds.leaves[name]
-            if name == "linear_weight" and call.options.get("accumulate_into") == "main_grad":
+            if name == "linear_weight" and "accumulate_into" in call.options:
                 bound = bound + bounds.stat  # of the sum with what was there before
             if ranks and name in OF_ROWS:
                 bound = bound * ranks.ranks  # each part is rounded

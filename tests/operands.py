@@ -1,5 +1,6 @@
 """Of test_compat.py and test_compat_torch.py: small operands, and comparison with a definition."""
 
+import cases
 import torch
 
 N, H, V = 13, 6, 9
@@ -18,18 +19,7 @@ def indices(*shape, device, ignored=True, classes=V):
 
 
 def agree(ours, theirs, leaves, tolerance=TOLERANCE[torch.float64], retain_graph=False):
-    """Checks that losses are equal, and gradients for one random upstream gradient."""
-    assert ours.shape == theirs.shape
-    wide = theirs.double()
-    assert (ours.double() - wide).abs().max() <= tolerance * (1 + wide.abs().max())
-    upstream = torch.rand_like(wide) + 0.5
-    got, expected = (
-        torch.autograd.grad(side, leaves, upstream.to(side.dtype), retain_graph=retain_graph)
-        for side in (ours, theirs)
-    )
-    for mine, truth in zip(got, expected, strict=True):
-        error = (mine.double() - truth.double()).abs().max()
-        assert error <= tolerance * (1 + truth.double().abs().max())
+    cases.assert_same(ours, theirs, leaves, tolerance, retain_graph)
 
 
 def make(kind, device, batch=(N,)):

@@ -1,6 +1,7 @@
-"""The processes of the tests that need several. They are started once in a run of pytest, because a
-start takes as long as hundreds of calls; each case gets a process group of its own in them. What a
-case raises, or that it hangs, ends that case alone, on all its ranks."""
+"""The processes of the tests that need several. They are started once in a run of pytest, and are
+forks of a process that has imported torch, because its import takes as long as hundreds of calls;
+each case gets a process group of its own in them. What a case raises, or that it hangs, ends that
+case alone, on all its ranks."""
 
 import contextlib
 import datetime
@@ -23,6 +24,10 @@ import torch.multiprocessing as mp
 # Seconds after which a hang ends, in a collective and in a case: no case is expected to take nearly
 # as long, however busy the machine is. Once a rank has failed the others have AFTER_FAILURE.
 IN_COLLECTIVE, IN_CASE, AFTER_FAILURE = 600, 1800, 30
+# If this process has imported the package. The last ones are of examples/finetune_hf.py, too: a
+# process has one process that forks.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
+PRELOADED += ["peft", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 _numbers = itertools.count()  # of the cases: their groups' prefixes in the store
 
 
@@ -63,7 +68,9 @@ class Processes:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, seconds, wait_for_workers=False)
 
     def start(self):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        there = [name for name in PRELOADED if name.split(".")[0] in sys.modules]
+        context.set_forkserver_preload(there)
         own, other = context.Pipe()
         arguments = len(self.started), self.store.port, other
         process = context.Process(target=serve, args=arguments, daemon=True)

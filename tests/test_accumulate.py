@@ -113,20 +113,6 @@ def test_adds_the_plain_gradient(device, attribute, save, dtype, options):
     assert attribute == "grad" or weight.grad is None
 
 
-@pytest.mark.parametrize("knobs", [{"save": "stats"}, OPTIONS["sampled"]], ids=str)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_makes_the_gradient_that_is_not_there(device, dtype, knobs):
-    if dtype == torch.float64 and "save" not in knobs:
-        pytest.skip("refused")
-    case = make(device, dtype)
-    dx, dw, db = plain(case, **knobs)
-    got = run(case, "grad", **knobs)
-    assert all(map(torch.equal, got, (dx, db)))
-    if "save" in knobs:
-        assert torch.equal(case.linear_weight.grad, dw)
-    check(case.linear_weight.grad, torch.zeros((), device=device), dw, dtype)
-
-
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
     """Sums over chunks and steps are float32; a bfloat16 .grad rounds each."""
     case = make(device, torch.bfloat16)

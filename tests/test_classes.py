@@ -1,5 +1,5 @@
 """Logits of a few classes of each row: `classes`, `topk`, linear_logprobs_at, TopLogprobs, and
-targets (ids, probabilities)."""
+targets (ids, probabilities): what drawn calls (drawn.py) do not have."""
 
 import math
 
@@ -8,98 +8,13 @@ import pytest
 import torch
 
 import flce
-from flce import reference
-
-COUNT = 5
-MAPS = {
-    "plain": {},
-    "bias": {"linear_bias": True},
-    "cap": {"softcap": 4.0, "logit_scale": 1.5, "temperature": 0.7},
-    "falls": {"logit_scale": -1.2, "temperature": "rows", "linear_bias": True},
-    "padding": {"valid_vocab": 250},
-}
-UPSTREAMS = [
-    ("class_logits",),
-    ("loss", "class_logits"),
-    ("loss", "lse", "entropy", "class_logits"),
-]
-
-
-def draw_classes(case, count=COUNT, vocab=None):
-    """Some of them are none, some repeated, and the target's among them."""
-    vocab = vocab or case.linear_weight.shape[0]
-    ids = torch.randint(vocab, (*case.target.shape, count), generator=cases.generator(3))
-    ids = ids.to(case.target.device)
-    ids[..., -1] = ids[..., 0]
-    ids[..., 1] = case.target
-    ids[::4, 2] = case.options.get("ignore_index", -100)
-    return ids
-
-
-def make(device, dtype, options, *, tokens=37, hidden=40, vocab=261, std=1.0):
-    bias = "linear_bias" in options
-    case = cases.make_case(
-        tokens, hidden, vocab, dtype=dtype, device=device, std=std, bias=bias, seed=2
-    )
-    case.target %= options.get("valid_vocab", vocab)
-    case = cases.ignore_some(case, every=5)
-    options = {name: value for name, value in options.items() if name != "linear_bias"}
-    if options.get("temperature") == "rows":
-        options["temperature"] = cases.per_row(device, tokens).to(torch.float32)
-    return case.with_options(reduction="none", **options)
-
-
-@cases.pairwise(
-    dtype=cases.DTYPES, options=list(MAPS), save=("logits", "stats", "auto"), upstream=UPSTREAMS
-)
-def test_logits_and_gradients(device, dtype, options, save, upstream):
-    case = make(device, dtype, MAPS[options])
-    case.options["classes"] = draw_classes(case, vocab=MAPS[options].get("valid_vocab"))
-    random = cases.generator(9)
-    shapes = {"class_logits": (*case.target.shape, COUNT)}
-    given = {
-        name: torch.randn(shapes.get(name, case.target.shape), generator=random).to(device)
-        for name in upstream
-    }
-    knobs = {f"return_{name}": True for name in upstream if name in ("lse", "entropy")}
-    wants = ("input", "linear_weight", *(n for n in ("linear_bias",) if n in case.options))
-    definition = case.with_options(**knobs)
-    yardstick = cases.Yardstick(definition, wants=wants, upstream=given, cancels=True)
-    results = cases.outcome(
-        flce.linear_cross_entropy, case, wants=wants, upstream=given, save=save, **knobs
-    )
-    yardstick.check(results, f"{save}")
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
-def test_with_a_reduced_loss(device, reduction, save):
-    """With save="grads" a gradient of class_logits makes the backward compute all again."""
-    case = make(device, torch.float64, {}).with_options(reduction=reduction)
-    case.options["classes"] = draw_classes(case)
-    for upstream in ({"loss": None}, {"class_logits": None}, {"loss": None, "class_logits": None}):
-        wants = ("input", "linear_weight")
-        yardstick = cases.Yardstick(case, wants=wants, upstream=upstream, cancels=True)
-        call = {"wants": wants, "upstream": upstream, "save": save}
-        yardstick.check(cases.outcome(flce.linear_cross_entropy, case, **call), save)
-
-
-def test_gradcheck():
-    x, w, target = cases.leaves("cpu", 6, hidden=5, vocab=11)
-    ids = torch.randint(11, (6, 4), generator=cases.generator(1))
-
-    def both(x, w):
-        logprobs = flce.linear_logprobs_at(x, w, ids, softcap=3.0)
-        top = flce.linear_logprobs(x, w, target, return_topk=3)
-        return logprobs, top[0], top[1], top[2].logprobs, top[2].lse
-
-    assert torch.autograd.gradcheck(both, (x, w))
 
 
 @pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
 def test_class_logits_are_those_of_the_logsumexp(device, logits_dtype):
     """Where the GEMM rounds the logits it does so before a bias is added."""
-    case = make(device, torch.bfloat16, {"linear_bias": True})
+    case = cases.make_case(37, 40, 261, dtype=torch.bfloat16, device=device, bias=True, seed=2)
+    case = cases.ignore_some(case, every=5)
     case.options["linear_bias"] *= 100.0
     ids = torch.arange(261, device=device).expand(*case.target.shape, 261)
     call = {**case.options, "logits_dtype": logits_dtype, "return_lse": True}
@@ -132,9 +47,9 @@ def logits_of(kind, device, tokens, vocab, dtype):
     return x.to(dtype), w.to(dtype)
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("count", [1, 8, 64, 500, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cases.pairwise(
+    kind=list(DISTRIBUTIONS), count=[1, 8, 64, 500, 1024], dtype=[torch.float32, torch.bfloat16]
+)
 def test_topk_of_distributions(device, kind, count, dtype):
     """The logits are those of torch.topk. In bfloat16 on Hopper candidates are found by E, which
     holds l - max to 2^-8 and nothing below exp(-87)."""
@@ -157,31 +72,6 @@ def test_topk_of_distributions(device, kind, count, dtype):
     slack = 2.0**-7 if device == "cuda" and dtype == torch.bfloat16 else 4e-6
     if kind != "few values" and kind != "flat":
         assert error.max() <= slack * best.abs().clamp(min=1.0).max()
-
-
-@pytest.mark.parametrize("options", MAPS)
-@pytest.mark.parametrize("save", ["logits", "stats"])
-def test_topk_and_gradients(device, options, save):
-    case = make(device, torch.float64, MAPS[options]).with_options(topk=7)
-    wants = ("input", "linear_weight")
-    grad = torch.randn(*case.target.shape, 7, generator=cases.generator(9)).to(device)
-    upstream = {"class_logits": grad, "loss": None}
-    yardstick = cases.Yardstick(case, wants=wants, upstream=upstream, cancels=True)
-    made = cases.outcome(flce.linear_cross_entropy, case, wants=wants, upstream=upstream, save=save)
-    assert torch.equal(made.pop("classes"), yardstick.truth.pop("classes"))
-    yardstick.check(made, save)
-
-
-def test_topk_of_all_classes_and_of_the_target(device):
-    x, w, target = cases.leaves(device, 9, vocab=13)
-    target = (x @ w.T).argmax(-1)
-    logprobs, _, top = flce.linear_logprobs(x, w, target, entropy=None, return_topk=13)
-    truth = (x @ w.T).log_softmax(-1)
-    torch.testing.assert_close(top.logprobs, truth.sort(descending=True).values)
-    assert torch.equal(top.ids[:, 0], target)
-    torch.testing.assert_close(top.logprobs[:, 0], logprobs)
-    torch.testing.assert_close(top.lse, (x @ w.T).logsumexp(-1))
-    torch.testing.assert_close(top.logprobs.exp().sum(-1), torch.ones(9, device=device).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -209,18 +99,6 @@ def test_topk_of_float64_logits_that_float32_cannot_tell_apart():
     assert torch.equal(top.ids[0], z.topk(9).indices)
 
 
-def test_topk_of_ignored_rows(device):
-    x, w, target = cases.leaves(device, 9)
-    target[::2] = -100
-    x.data[::2] = math.nan
-    for bound in (None, "count"):
-        options = {"entropy": None, "return_topk": 4, "valid_bound": bound}
-        made = flce.linear_logprobs(x, w, target, **options)[2]
-        assert (made.ids[::2] == -1).all() and (made.logprobs[::2] == 0).all()
-        (gx,) = torch.autograd.grad(made.logprobs.sum(), x)
-        assert gx.isfinite().all() and (gx[::2] == 0).all() and (gx[1::2] != 0).any()
-
-
 # ---- linear_logprobs_at ----
 
 
@@ -238,34 +116,6 @@ def test_many_equal_ids(device, dtype, save):
     truth = (wide[0] @ wide[1].T).log_softmax(-1).gather(-1, ids)
     for grad, right in zip(ours, torch.autograd.grad(truth, wide, grads.double()), strict=True):
         assert cases.relative_error(grad, right) <= 2 * cases.LOGIT_ROUNDING[dtype]
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 5), (0,)])
-@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
-def test_logprobs_at(device, shape, kind):
-    x, w, _ = cases.leaves(device, *shape)
-    ids = torch.randint(41, (*shape, 4), generator=cases.generator(1)).to(device, kind)
-    ids[..., 3] = ids[..., 1]
-    if shape[0]:
-        ids[0, ..., 0] = -100
-        ids[-1] = -100
-    temperature = cases.per_row(device, *shape)
-    made = flce.linear_logprobs_at(x, w, ids, temperature=temperature)
-    absent = ids == -100
-    logits = (x @ w.T) / temperature.unsqueeze(-1)
-    truth = logits.log_softmax(-1).gather(-1, ids.masked_fill(absent, 0).long())
-    cases.assert_same(made, truth.masked_fill(absent, 0.0), (x, w), tolerance=1e-10)
-
-
-def test_logprobs_at_of_strided_ids_another_ignore_index_and_no_grad(device):
-    x, w, _ = cases.leaves(device, 8)
-    ids = torch.randint(41, (3, 8), generator=cases.generator(1)).to(device).T
-    ids[2, 1] = 7
-    with torch.no_grad():
-        made = flce.linear_logprobs_at(x, w, ids, ignore_index=7)
-    truth = (x @ w.T).log_softmax(-1).gather(-1, ids).masked_fill(ids == 7, 0.0)
-    torch.testing.assert_close(made, truth)
-    assert not made.requires_grad
 
 
 def test_autocast_and_compile(device):
@@ -373,41 +223,6 @@ def test_minus_one_is_no_class_unless_it_is_ignored(device, ignore_index, monkey
 
 
 # ---- targets (ids, probabilities) ----
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 3.0, "z_loss": 0.1}, {"temperature": 2.0, "num_items": 7.0}]
-)
-def test_sparse_target(device, reduction, options):
-    if reduction != "mean":
-        options = {name: value for name, value in options.items() if name != "num_items"}
-    x, w, _ = cases.leaves(device, 3, 6)
-    ids = torch.randint(41, (3, 6, 4), generator=cases.generator(1)).to(device)
-    ids[0, 0, 1:] = -100
-    probabilities = cases.per_row(device, 3, 6, 4)
-    factor = cases.per_row(device, 3, 6)
-    dense = torch.zeros(3, 6, 41, dtype=torch.float64, device=device)
-    dense.scatter_add_(-1, ids.clamp(min=0), probabilities.masked_fill(ids < 0, 0.0))
-    call = {"reduction": reduction, "token_weight": factor, **options}
-    ours = flce.linear_cross_entropy(x, w, (ids, probabilities), **call)
-    theirs = reference.linear_cross_entropy(x, w, dense, **call)
-    cases.assert_same(ours, theirs, (x, w), tolerance=1e-10)
-
-
-def test_sparse_target_with_rows_of_no_class(device):
-    """They count as ignored rows."""
-    x, w, _ = cases.leaves(device, 6)
-    ids = torch.randint(41, (6, 4), generator=cases.generator(1)).to(device)
-    probabilities = cases.per_row(device, 6, 4)
-    ids[2:4], x.data[2:4] = -100, math.nan
-    kept = [0, 1, 4, 5]
-    ours = flce.linear_cross_entropy(x, w, (ids, probabilities), return_lse=True)
-    theirs = flce.linear_cross_entropy(x[kept], w, (ids[kept], probabilities[kept]))
-    torch.testing.assert_close(ours.loss, theirs)
-    assert (ours.lse[2:4] == 0).all()
-    gx, gw = torch.autograd.grad(ours.loss, (x, w))
-    assert gw.isfinite().all() and (gx[2:4] == 0).all()
 
 
 def test_sparse_target_of_impossible_classes(device):

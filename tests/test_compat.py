@@ -17,34 +17,22 @@ import torch.nn.functional as F
 from operands import TOLERANCE, H, N, V, agree, indices, leaf, make
 
 import flce
+from flce import reference
 from flce.compat import cce, liger
 
 # ---- Liger ----
 
 
-def liger_truth(
-    x, w, y, b, *, reduction, scale, ce_weight=None, z=0.0, smoothing=0.0, softcap=None
-):
+def liger_truth(x, w, y, b, *, reduction, scale, **options):
     """(loss, z-loss, accuracy, predictions) after Liger's documentation."""
-    logits = F.linear(x, w, b).double()
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    valid = y != -100
-    rows = F.cross_entropy(logits, y, weight=ce_weight, reduction="none", label_smoothing=smoothing)
-    extra = z * logits.logsumexp(-1).square() * valid
+    options |= {"linear_bias": b, "reduction": reduction}
     if scale:
-        probability = logits.softmax(-1).gather(1, y.clamp(min=0).unsqueeze(1)).squeeze(1).detach()
-        rows, extra = rows * probability, extra * probability
-    factors = valid.double() if ce_weight is None else ce_weight[y.clamp(min=0)] * valid
-    predictions = logits.argmax(-1).masked_fill(~valid, -1)
-    right = (predictions == y).double() * valid
-    if reduction != "none":
-        rows, extra = rows.sum(), extra.sum()
-    if reduction == "mean":
-        rows, extra = rows / factors.sum(), extra / valid.sum()
-    if reduction != "none":
-        right = right.sum() / valid.sum()
-    return rows + extra, extra.detach(), right, predictions
+        log_p, _ = reference.linear_logprobs(x, w, y, linear_bias=b, softcap=options.get("softcap"))
+        options["token_weight"] = log_p.detach().exp()
+    asked = dict.fromkeys(("return_z_loss", "return_accuracy", "return_predictions"), True)
+    made = reference.linear_cross_entropy(x, w, y, **options, **asked)
+    right = made.accuracy if reduction != "none" else (made.predictions == y).double()
+    return made.loss, made.z_loss, right, made.predictions
 
 
 # The fields of a result by what asks for them.
@@ -54,27 +42,24 @@ ASKED = dict.fromkeys(FIELDS, True)
 
 LIGER_CASES = [
     {},
-    {"smoothing": 0.1},
+    {"label_smoothing": 0.1},
     {"softcap": 3.0},
-    {"z": 0.02},
-    {"ce_weight": True, "z": 0.02},
-    {"ce_weight": True, "smoothing": 0.2, "softcap": 5.0, "z": 0.01},
+    {"z_loss": 0.02},
+    {"weight": True, "z_loss": 0.02},
+    {"weight": True, "label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.01},
 ]
 
 
 def liger_call(case, device, dtype=torch.float64):
-    """(keywords of liger_truth, keywords of Liger) of a case."""
-    truth, call = dict(case), {}
-    if "ce_weight" in case:
-        truth["ce_weight"] = call["ce_weight"] = torch.rand(V, dtype=dtype, device=device) + 0.1
-    names = {"z": "lse_square_scale", "smoothing": "label_smoothing", "softcap": "softcap"}
-    call.update({theirs: case[ours] for ours, theirs in names.items() if ours in case})
-    return truth, call
+    """(options of liger_truth, the same by Liger's names) of a case."""
+    truth = dict(case)
+    if "weight" in case:
+        truth["weight"] = torch.rand(V, dtype=dtype, device=device) + 0.1
+    names = {"z_loss": "lse_square_scale", "weight": "ce_weight"}
+    return truth, {names.get(name, name): value for name, value in truth.items()}
 
 
-@pytest.mark.parametrize("case", LIGER_CASES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("scale", [False, True])
+@cases.pairwise(case=LIGER_CASES, reduction=["mean", "sum", "none"], scale=[False, True])
 def test_liger_means_what_it_says(device, case, reduction, scale):
     x, w, b, y = make("indices", device)
     truth, call = liger_call(case, device)
@@ -188,7 +173,7 @@ def runs_on(device):
 def test_liger_itself(device, case, reduction, scale):
     theirs = peer("liger_kernel.transformers.functional")
     runs_on(device)
-    if device == "cpu" and case.keys() & {"softcap", "ce_weight"}:
+    if device == "cpu" and case.keys() & {"softcap", "weight"}:
         pytest.skip("Triton's interpreter cannot run the kernel's casts of scalars")
     x, w, b = (leaf(*s, device=device, dtype=torch.float32) for s in ((N, H), (V, H), (V,)))
     y = indices(N, device=device)
@@ -371,13 +356,11 @@ def test_liger_promotes_one_16_bit_bias_beside_another(device):
 
 def cce_truth(e, c, y, bias=None, *, softcap=None, shift=0):
     """Each token's (loss, lse) with the shift that CCE documents, 0 where ignored."""
+    options = {"linear_bias": bias, "softcap": softcap, "reduction": "none", "return_lse": True}
     if shift:
         e, y = e[..., :-shift, :], y[..., shift:]
-    logits = F.linear(e, c, bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    rows = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
-    return rows.reshape(y.shape), logits.logsumexp(-1) * (y != -100), y != -100
+    made = reference.linear_cross_entropy(e, c, y, **options)
+    return made.loss, made.lse, y != -100
 
 
 @cases.pairwise(

@@ -34,12 +34,7 @@ SMALL = [case for case in suite() if case.vocab <= 1000]
 ALL = frozenset((*FEATURES, *NAMES))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def right(x, w, y, bias, options, final=lambda z: z):

@@ -23,10 +23,10 @@ def seeds(dtype, draws=DRAWS):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", SHARES, ids=str)
-def test_drawn(function, dtype):
+def test_drawn(device, function, dtype):
     record = drawn_checks.Record()
     for seed in seeds(dtype):
-        drawn_checks.check(Draw(function, dtype, seed).call(), record)
+        drawn_checks.check(Draw(function, dtype, seed).call(), record, device=device)
     print(f"\n{function} {dtype}: {record.text()}")
 
 

@@ -1,5 +1,6 @@
 """Faults and what a caller sees of them: the rows of docs/faults.md."""
 
+import datetime
 import os
 import re
 import shutil
@@ -12,6 +13,8 @@ import cases
 import hopper
 import pytest
 import torch
+import torch.distributed as dist
+from processes import run_on_ranks
 from test_cuda import captured, cramped
 
 import flce
@@ -60,9 +63,7 @@ def test_each_row_of_a_table_names_a_test(name):
             file = file_ or file
             path = TESTS / file
             assert path.is_file(), row
-            # test_vocab_parallel.py runs the functions of vocab_*.py.
-            paths = TESTS.glob("vocab_*.py") if path.stem == "test_vocab_parallel" else [path]
-            assert not case or any(f"{case}(" in other.read_text() for other in paths), (row, case)
+            assert not case or f"{case}(" in path.read_text(), (row, case)
         assert file or "none: " in row[-1], row
 
 
@@ -206,22 +207,56 @@ def test_interrupts_threads_forks_and_exits():
     assert (status, said) == (0, expected), errors
 
 
-def test_a_rank_that_raises_or_dies_ends_the_others(tmp_path):
+def leaves_of(vocab):
+    torch.manual_seed(0)
+    x, w = torch.randn(12, 8), torch.randn(vocab, 8)
+    return x.requires_grad_(), w.requires_grad_(), torch.arange(12)
+
+
+def raise_or_die():
+    """Rank 1 makes no call, then it dies in front of its backward."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    x, w, y = leaves_of(10)
+
+    def loss(group, **options):
+        shard = flce.VocabParallel(group, vocab=20)
+        return flce.linear_cross_entropy(x, w, y, save="stats", vocab_parallel=shard, **options)
+
+    def error_of(act):
+        with pytest.raises(RuntimeError, match="^flce: exchange failed: ") as caught:
+            act()
+        return str(caught.value)
+
+    loss(dist.group.WORLD).backward()  # what is imported and compared in the first call
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    loss(group).backward()
+    if rank == 0:
+        raises = error_of(lambda: loss(group))
+        assert re.search(r"wait \(statistics\) of group .*imed? ?out", raises), raises
+        assert "may hold a part" not in raises
+        store.set("timed out", "")
+    else:
+        store.wait(["timed out"])
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    made = loss(group, accumulate_into="grad")
+    if rank == 1:
+        store.wait(["has a loss"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set("has a loss", "")
+    x.grad, w.grad = None, torch.zeros_like(w)
+    dies = error_of(made.backward)
+    assert "input_terms" in dies and "may hold a part of this backward's sum" in dies, dies
+    assert x.grad is None
+    flce.linear_cross_entropy(*leaves_of(20)).backward()
+
+
+def test_a_rank_that_raises_or_dies_ends_the_others():
     """In the group's timeout, 5 s of the first call: without it this would take 600 s. The error
     says which exchange failed, and that accumulate_into had begun to add; what is left of the
     process computes."""
-    if not torch.distributed.is_available():
-        pytest.skip("torch without torch.distributed")
-    ranks = [start_python(TESTS / "fault_ranks.py", rank, tmp_path / "store") for rank in (0, 1)]
-    (status, said, errors), (other, _, _) = map(end_of, ranks)
-    assert status == 0, errors
-    assert other == -signal.SIGKILL
-    raises, dies, alone = said
-    assert "RuntimeError: flce: exchange failed: wait (statistics) of group" in raises
-    assert "imed out" in raises or "imeout" in raises, raises
-    assert "RuntimeError: flce: exchange failed: " in dies and "input_terms" in dies
-    assert "may hold a part of this backward's sum" in dies and "may hold a part" not in raises
-    assert alone == "alone: a step"
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_on_ranks(2, raise_or_die, fresh=True)
+    assert str(caught.value) == "rank 1: the process ended with exit code -9"
 
 
 # ---- a GPU ----

@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks, run_on_ranks
+from processes import run_on_ranks
 from tiny_models import HIDDEN, VOCAB, Model, flat_loss, tiny_llama
 from torch import nn
 
@@ -229,10 +229,17 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+def plain_models():
+    compare_all(list(PLAIN))
+    refuse_outside(dist.get_rank())
+    compare_enclosed(dist.get_rank())
+
+
 # In fresh processes, because DeepSpeed keeps a group that it has seen.
 @needs_deepspeed
 def test_plain_models_train_as_unfused():
-    run_on_ranks(2, compare_all, fresh=True, names=list(PLAIN))
+    """And what is refused, or not fused."""
+    run_on_ranks(2, plain_models, fresh=True)
 
 
 @needs_deepspeed
@@ -240,11 +247,3 @@ def test_models_of_transformers_train_as_unfused():
     pytest.importorskip("transformers", minversion="5.0")
     pytest.importorskip("peft")
     run_on_ranks(2, compare_all, fresh=True, names=list(FRAMEWORKS))
-
-
-@needs_deepspeed
-@on_ranks(2, fresh=True)
-def test_what_is_refused_or_not_fused():
-    rank = open_deepspeed()
-    refuse_outside(rank)
-    compare_enclosed(rank)

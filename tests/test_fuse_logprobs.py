@@ -28,8 +28,13 @@ Y = (IDS * 7 + 3) % VOCAB
 BIAS = torch.linspace(-2, 2, VOCAB, dtype=torch.float64)
 
 
+def pick(values, y, dim=-1):
+    """The value of each row's class."""
+    return values.gather(dim, y.unsqueeze(-1)).squeeze(-1)
+
+
 def log_p(z, y):
-    return z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    return pick(z.log_softmax(-1), y)
 
 
 def entropy(z, y=None):
@@ -85,79 +90,59 @@ def sum_of_log_p(z, y):
     return (0.9 * log_probs.gather(-1, y[..., None]) + 0.1 / VOCAB * smoothed)[..., 0]
 
 
-# Values of rows, and how many logits GEMMs these take in the forward.
+# Values of rows.
 FORMS = {
-    "Tensor.log_softmax": (log_p, 1),
-    "torch.log_softmax": (
-        lambda z, y: torch.gather(torch.log_softmax(z, 2), 2, y[..., None])[..., 0],
-        1,
+    "Tensor.log_softmax": log_p,
+    "torch.log_softmax": lambda z, y: torch.gather(torch.log_softmax(z, 2), 2, y[..., None])[
+        ..., 0
+    ],
+    "F.log_softmax": lambda z, y: pick(F.log_softmax(z, dim=-1, dtype=z.dtype), y),
+    "nn.LogSoftmax": lambda z, y: pick(torch.nn.LogSoftmax(-1)(z), y),
+    "take_along_dim": lambda z, y: torch.take_along_dim(z.log_softmax(-1), y[..., None], dim=2)[
+        ..., 0
+    ],
+    "by keyword": lambda z, y: z.log_softmax(-1).take_along_dim(indices=y[..., None], dim=-1)[
+        ..., 0
+    ],
+    "minus": lambda z, y: -pick(-z.log_softmax(-1), y),
+    "logits less logsumexp": lambda z, y: (
+        z.gather(-1, y[..., None]) - z.logsumexp(-1, keepdim=True)
+    ).squeeze(-1),
+    "logits alone": pick,
+    "several ids": lambda z, y: several(z.log_softmax(-1), y),
+    "several ids of logits": several,
+    "several ids of softmax": lambda z, y: several(z.softmax(-1), y),
+    "several ids, then the rest": lambda z, y: (
+        several(z.log_softmax(-1), y) + entropy(z) * z.logsumexp(-1)
     ),
-    "F.log_softmax": (
-        lambda z, y: F.log_softmax(z, dim=-1, dtype=z.dtype).gather(dim=-1, index=y[..., None])[
-            ..., 0
-        ],
-        1,
+    "probability": lambda z, y: pick(z.softmax(-1), y),
+    "logsumexp": lambda z, y: z.logsumexp(dim=(-1,)),
+    "shifted": lambda z, y: F.pad(log_p(z[:, :-1], y[:, 1:]), (1, 0)),
+    "flat": lambda z, y: log_p(z.view(-1, z.shape[-1]), y.flatten()).view(y.shape),
+    "squeezed": lambda z, y: log_p(z.unsqueeze(0).squeeze(0), y),
+    "flattened late": lambda z, y: pick(z.log_softmax(-1).flatten(0, 1), y.flatten(), 1).view(
+        y.shape
     ),
-    "nn.LogSoftmax": (lambda z, y: torch.nn.LogSoftmax(-1)(z).gather(-1, y[..., None])[..., 0], 1),
-    "take_along_dim": (
-        lambda z, y: torch.take_along_dim(z.log_softmax(-1), y.unsqueeze(-1), dim=2).squeeze(-1),
-        1,
+    "sliced late": lambda z, y: F.pad(pick(z.log_softmax(-1)[:, :-1], y[:, 1:]), (1, 0)),
+    "nll_loss": lambda z, y: F.nll_loss(
+        z.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none"
+    ).view(y.shape),
+    "nll_loss, classes second": lambda z, y: F.nll_loss(
+        z.log_softmax(-1).transpose(1, 2), y, reduction="none"
     ),
-    "by keyword": (
-        lambda z, y: z.log_softmax(-1).take_along_dim(indices=y[..., None], dim=-1)[..., 0],
-        1,
-    ),
-    "minus": (lambda z, y: -(-z.log_softmax(-1)).gather(-1, y[..., None])[..., 0], 1),
-    "logits less logsumexp": (
-        lambda z, y: (z.gather(-1, y[..., None]) - z.logsumexp(-1, keepdim=True)).squeeze(-1),
-        1,
-    ),
-    "logits alone": (lambda z, y: z.gather(-1, y[..., None])[..., 0], 1),
-    "several ids": (lambda z, y: several(z.log_softmax(-1), y), 1),
-    "several ids of logits": (lambda z, y: several(z, y), 1),
-    "several ids of softmax": (lambda z, y: several(z.softmax(-1), y), 1),
-    "several ids, then the rest": (
-        lambda z, y: several(z.log_softmax(-1), y) + entropy(z) * z.logsumexp(-1),
-        1,
-    ),
-    "probability": (lambda z, y: z.softmax(-1).gather(-1, y[..., None])[..., 0], 1),
-    "logsumexp": (lambda z, y: z.logsumexp(dim=(-1,)), 1),
-    "shifted": (lambda z, y: F.pad(log_p(z[:, :-1], y[:, 1:]), (1, 0)), 1),
-    "flat": (lambda z, y: log_p(z.view(-1, z.shape[-1]), y.flatten()).view(y.shape), 1),
-    "squeezed": (lambda z, y: log_p(z.unsqueeze(0).squeeze(0), y), 1),
-    "flattened late": (
-        lambda z, y: z.log_softmax(-1).flatten(0, 1).gather(1, y.view(-1, 1)).reshape(y.shape),
-        1,
-    ),
-    "sliced late": (
-        lambda z, y: F.pad(
-            z.log_softmax(-1)[:, :-1].gather(-1, y[:, 1:, None]).squeeze(-1), (1, 0)
-        ),
-        1,
-    ),
-    "nll_loss": (
-        lambda z, y: F.nll_loss(
-            z.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none"
-        ).view(y.shape),
-        1,
-    ),
-    "nll_loss, classes second": (
-        lambda z, y: F.nll_loss(z.log_softmax(-1).transpose(1, 2), y, reduction="none"),
-        1,
-    ),
-    "selective_log_softmax": (selective, 1),
-    "rows one by one": (rows_of_one_pass, BATCH),
-    "entropy": (entropy, 1),
-    "entropy of softmax": (lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), 1),
-    "entropy, minus inside": (
-        lambda z, y: torch.sum(-z.log_softmax(-1) * z.softmax(-1), dim=-1, keepdim=True)[..., 0],
-        1,
-    ),
-    "entropy of chunks": (entropy_of_chunks, 1),
-    "entropy by means": (entropy_of_means, 1),
-    "mean logits": (lambda z, y: z.mean(-1), 1),
-    "sum of log p": (sum_of_log_p, 2),
+    "selective_log_softmax": selective,
+    "rows one by one": rows_of_one_pass,
+    "entropy": entropy,
+    "entropy of softmax": lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "entropy, minus inside": lambda z, y: torch.sum(
+        -z.log_softmax(-1) * z.softmax(-1), dim=-1, keepdim=True
+    )[..., 0],
+    "entropy of chunks": entropy_of_chunks,
+    "entropy by means": entropy_of_means,
+    "mean logits": lambda z, y: z.mean(-1),
+    "sum of log p": sum_of_log_p,
 }
+GEMMS = {"rows one by one": BATCH, "sum of log p": 2}  # of logits in the forward; else 1
 USES = {
     "plain": same,
     "temperature": lambda z: z / 0.7,
@@ -188,7 +173,7 @@ def fused_run(model, **options):
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name, use):
-    form, gemms = FORMS[name]
+    form, gemms = FORMS[name], GEMMS.get(name, 1)
     model = model_of(form, USES[use], bias=use != "plain")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -221,7 +206,7 @@ def between(z, y):
 
 
 SHARED = {  # what the loss computes, how many logits GEMMs the forward takes
-    "policy": (lambda z, y: policy_loss(z, y), 1),
+    "policy": (policy_loss, 1),
     "temperature twice": (lambda z, y: policy_loss(z, y, cut=lambda z: z / 0.7), 2),
     "a cast for each": (lambda z, y: policy_loss(z, y, cut=lambda z: z.clone()), 1),
     "TRL's": (lambda z, y: selective(z, y).sum() + entropy_of_chunks(z).sum(), 1),

@@ -142,7 +142,7 @@ COMPILED += ["shifted", "sum of log p", "mean logits"]
 def test_compiled(name):
     """One graph, as without fuse."""
     torch.compiler.reset()
-    model = model_of(FORMS[name][0], dtype=torch.float32, scale=0.5)
+    model = model_of(FORMS[name], dtype=torch.float32, scale=0.5)
     expected = run(model)
     with flce.fuse(model, strict=True) as handle:
         called = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -3,6 +3,7 @@ transformers, and in TRL's trainers that call the model's head."""
 
 import copy
 
+import cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,10 +118,9 @@ def compare(loss_of, model, compiles=False, **options):
     return error, worst_error(fused_gradients, gradients), seen.found
 
 
-@pytest.mark.parametrize("dtype, bar", [(torch.float32, 2e-5), (torch.float64, 1e-11)])
-@pytest.mark.parametrize("loss_of", LOOPS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_loops(loss_of, dtype, bar, tied):
+@cases.pairwise(loss_of=LOOPS, dtype=[torch.float32, torch.float64], tied=[False, True])
+def test_loops(loss_of, dtype, tied):
+    bar = {torch.float32: 2e-5, torch.float64: 1e-11}[dtype]
     model = llama(tie_word_embeddings=tied).to(dtype)
     loss_error, gradient_error, made = compare(loss_of, model, **SMALL)
     assert loss_error <= bar and gradient_error <= bar and not made

@@ -1,7 +1,5 @@
-"""Options in combination with frozen subsets and upstream gradients; masked classes, strides,
-budgets."""
+"""Masked classes, strides, budgets. test_properties.py has the options in combination."""
 
-import itertools
 import math
 
 import cases
@@ -18,53 +16,10 @@ def make(device, dtype=torch.float32, *, std=3.0, **options):
     case = cases.make_case(
         TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, std=std, targets="sampled", bias=True
     )
-    if not options.pop("bias", True):
-        del case.options["linear_bias"]
     if options.pop("class_weight", False):
         steps = torch.randint(0, 9, (VOCAB,), generator=cases.generator(1))
         case.options["weight"] = (steps / 4).to(device, dtype)
     return case.with_options(**options)
-
-
-UPSTREAM = {
-    "none": torch.randn(TOKENS, generator=cases.generator(2)),
-    "mean": torch.tensor(-0.37),
-    "sum": torch.tensor(3.7),
-}
-UPSTREAM["none"][3], UPSTREAM["none"][5], UPSTREAM["none"][7] = 0.0, 100.0, -0.01
-
-
-@cases.pairwise(
-    dtype=cases.DTYPES,
-    reduction=["none", "mean", "sum"],
-    label_smoothing=[0.0, 0.1, 1.0],
-    class_weight=[False, True],
-    ignore_index=[None, -100, -1, 0, VOCAB - 1, VOCAB + 7],
-    bias=[False, True],
-    wants=[
-        subset for size in (1, 2, 3) for subset in itertools.combinations(cases.GRADIENTS, size)
-    ],
-)
-def test_combinations(
-    device, dtype, reduction, label_smoothing, class_weight, ignore_index, bias, wants
-):
-    """Every strategy, one chunk and four. An ignore_index inside [0, V) is no class then."""
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    case = make(device, dtype, class_weight=class_weight, bias=bias, **options)
-    wants = [name for name in wants if name != "linear_bias" or bias] or ["input"]
-    if ignore_index is not None:
-        case = cases.ignore_some(case, index=ignore_index)
-    call = {"wants": wants, "grad_output": UPSTREAM[reduction].to(device)}
-    # A smoothed target may be near p.
-    yardstick = cases.Yardstick(case, cancels=label_smoothing > 0.0, **call)
-    for save in cases.SAVES:
-        if (save, reduction) == ("grads", "none"):
-            continue
-        for budget in (None, 10 * (VOCAB + 3) * 4):
-            results = cases.outcome(
-                flce.linear_cross_entropy, case, save=save, max_memory=budget, **call
-            )
-            yardstick.check(results, f"save={save} max_memory={budget}")
 
 
 @pytest.mark.parametrize("save", cases.SAVES)
@@ -80,20 +35,6 @@ def test_bias_of_minus_infinity_masks_classes(device, save):
     cases.Yardstick(case, cancels=True, **call).check(results)
     case = case.with_options(return_lse=False, return_entropy=False)
     cases.check(flce.linear_cross_entropy, case, save=save)
-
-
-@pytest.mark.parametrize("save", ["logits", "stats"])
-def test_expanded_upstream_gradient(device, save):
-    """`loss.sum()` passes an upstream gradient of stride 0, `loss[::2].sum()` one with gaps."""
-    case = make(device, torch.float64, bias=False, reduction="none")
-
-    def strided(function):
-        return lambda *args, **knobs: function(*args, **knobs)[::2].sum()
-
-    wide = cases.outcome(strided(flce.reference.linear_cross_entropy), case)
-    ours = cases.outcome(strided(flce.linear_cross_entropy), case, save=save)
-    for name, truth in wide.items():
-        assert cases.relative_error(ours[name], truth) <= 1e-12, name
 
 
 def strided(tensor):

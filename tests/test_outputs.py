@@ -1,5 +1,4 @@
-"""Each output by itself, their gradients together, linear_logprobs, and several options under
-torch.compile."""
+"""Each output by itself, their gradients together, and several options under torch.compile."""
 
 import math
 
@@ -80,24 +79,6 @@ def test_grads_makes_them_again_for_other_outputs(device, output):
 
     cases.assert_same(made.loss, eager()[0], (x, w), retain_graph=True)
     cases.assert_same(both, sum(eager()), (x, w))
-
-
-# ---- linear_logprobs ----
-
-
-def test_logprobs_equal_the_reference(device):
-    x, w, y = cases.leaves(device, 4, 6)
-    options = {
-        "linear_bias": cases.per_row(device, VOCAB),
-        "temperature": cases.per_row(device, 4, 6),
-        "softcap": 4.0,
-        "logit_scale": 0.5,
-        "shift": 1,
-        "valid_vocab": VOCAB - 3,
-    }
-    y.clamp_(max=VOCAB - 4)
-    ours = flce.linear_logprobs(x, w, y, **options)
-    cases.assert_same(ours, flce.reference.linear_logprobs(x, w, y, **options), (x, w))
 
 
 # ---- compile ----

@@ -337,9 +337,7 @@ def sized_case(device, dtype):
     return cases.make_case(*size, dtype=dtype, device=device, bias=True), budget
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("chunks", [False, True])
-@pytest.mark.parametrize("save", cases.SAVES)
+@cases.pairwise(dtype=cases.DTYPES, chunks=[False, True], save=cases.SAVES)
 def test_peak_memory(device, save, chunks, dtype):
     case, budget = sized_case(device, dtype)
     check_peaks(case, device, forward=True, save=save, max_memory=budget if chunks else None)
@@ -371,10 +369,12 @@ def test_peak_memory_without_reduction(device, save):
     check_peaks(case, device, ("input", "linear_weight"), **knobs)
 
 
-@pytest.mark.parametrize("accum_dtype", [None, torch.float32])
-@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("save", ["logits", "stats"])
+@cases.pairwise(
+    accum_dtype=[None, torch.float32],
+    attribute=["grad", "main_grad"],
+    dtype=cases.DTYPES,
+    save=["logits", "stats"],
+)
 def test_peak_memory_of_accumulation(device, save, dtype, attribute, accum_dtype):
     """The plan has no gradient of the weight, and the measured peak has none."""
     if dtype == torch.float64 and accum_dtype == torch.float32:

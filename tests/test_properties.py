@@ -4,6 +4,7 @@ Each case runs with every strategy that supports it, in one chunk and in several
 the number of cases; they are the same in each run.
 """
 
+import math
 import os
 from itertools import combinations
 
@@ -12,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from sampled_case import compare
 
 import flce
 
@@ -34,7 +36,7 @@ LOSS = {
     "std": [0.5, 3.0, 8.0],
     "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
     "ignore": [0.0, 0.0, 0.6, 1.0],  # the fraction of ignored rows
-    "ignore_index": [-100, -100, None, 0, -1],
+    "ignore_index": [-100, -100, None, 0, -1, 99],  # 99: beyond the classes
     "reduction": ["mean", "mean", "sum", "none"],
     "label_smoothing": [0.0, 0.0, 0.1, 1.0],
     "class_weight": [None, None, "own", "float32"],
@@ -51,6 +53,7 @@ LINEAR = {
     **LOSS,
     "hidden": range(1, 25),
     "bias": [False, True],
+    "adapter": [*RARELY, 1, 8],  # its rank
     "wants": [subset for size in (3, 2, 1, 0) for subset in combinations(cases.GRADIENTS, size)],
     "shift": [0, 0, 0, 1, 2, 5],
     "documents": [False, False, True],
@@ -63,15 +66,22 @@ LINEAR = {
 
 # Sizes that end at any offset within a vector.
 RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidden": range(1, 71)}
+# Not sampled: float64, probabilities.
+SAMPLED = {
+    **LINEAR,
+    "adapter": [None],
+    "dtype": [torch.float32],
+    "targets": [torch.int64, torch.int64, torch.int32],
+    "std": [0.5, 3.0, 20.0],
+    "vocab": range(1, 301, 3),
+    "accum_dtype": [None],
+    "gradient_eps": [2**-6, 2**-2, 0.3, 2**-12, 1.0],
+    "gradient_seed": [7, 0, -1, 2**63 - 1, -(2**63), 2**32],
+    "in_chunks": [False, True],
+}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """On shared cores, threads that wait for each other take most of the time of a small case."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plans(table):
@@ -92,10 +102,10 @@ def plans(table):
 PARTS = pytest.mark.parametrize("part", range(4))  # of the examples: processes share them
 
 
-def examples(device, part):
+def examples(device, part, share=1.0):
     """Another seed for each part, and a quarter of the examples of the environment or device."""
-    count = int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device]))
-    settings = hypothesis.settings(max_examples=-(-count // 4), database=None, deadline=None)
+    count = math.ceil(share * int(os.environ.get("FLCE_EXAMPLES", EXAMPLES[device])) / 4)
+    settings = hypothesis.settings(max_examples=count, database=None, deadline=None)
     return lambda test: hypothesis.seed(part)(settings(test))
 
 
@@ -179,6 +189,10 @@ def linear_case(plan):
         options["accum_dtype"] = None
     if plan["bias"]:
         options["linear_bias"] = torch.randn(vocab, generator=random).to(dtype)
+    if rank := plan["adapter"]:
+        options["adapter_input"] = torch.randn(*shape, rank, generator=random).to(dtype)
+        low_rank = torch.randn(vocab, rank, generator=random)
+        options["adapter_weight"] = (low_rank * (plan["std"] / rank) ** 0.5).to(dtype)
     if not target.is_floating_point():
         options.update(shift_of(plan, random))
     options["valid_bound"] = None
@@ -189,6 +203,8 @@ def linear_case(plan):
         more, valid = plan["valid_bound"], int((~ignored).sum())
         options["valid_bound"] = more if more == "count" else valid + more
     x = x.to(dtype).masked_fill(ignored.unsqueeze(-1), float("nan"))
+    if plan["adapter"]:
+        options["adapter_input"].masked_fill_(ignored.unsqueeze(-1), float("nan"))
     return cases.Case(x, w.to(dtype), target, options), random
 
 
@@ -213,6 +229,23 @@ def moved(case, upstream, device):
     return case, {name: move(gradient) for name, gradient in upstream.items()}
 
 
+def with_padding(case):
+    """The same call, with NaN in what belongs to classes from valid_vocab on: it is not read."""
+    valid, options = case.options["valid_vocab"], dict(case.options)
+
+    def hide(tensor):
+        tensor = tensor.clone()
+        tensor[valid:] = float("nan")
+        return tensor
+
+    if valid is None:
+        return case
+    for name in ("linear_bias", "weight", "adapter_weight"):
+        if name in options:
+            options[name] = hide(options[name])
+    return cases.Case(case.input, hide(case.linear_weight), case.target, options)
+
+
 def strategies(case):
     """Those that support the call: "grads" differentiates a scalar loss alone."""
     scalar = case.options["reduction"] != "none"
@@ -231,10 +264,12 @@ def test_linear_cross_entropy(device, part):
     def run(plan):
         case, random = linear_case(plan)
         case, upstream = moved(case, upstream_of(plan, random), device)
-        call = {"wants": plan["wants"], "upstream": upstream}
+        adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
+        call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
         yardstick = cases.Yardstick(case, cancels=True, **call)
+        case = with_padding(case)
         for save in strategies(case):
-            for budget in (None, budget_of(plan)):
+            for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
                 knobs = {"save": save, "max_memory": budget}
                 results = cases.outcome(flce.linear_cross_entropy, case, **call, **knobs)
                 yardstick.check(results, f"{knobs}")
@@ -246,7 +281,7 @@ def test_linear_cross_entropy(device, part):
 def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, part, monkeypatch):
     """Filling memory with NaN before a call does not change any bit of the result."""
 
-    @examples(device, part)
+    @examples(device, part, share=0.5)
     @hypothesis.given(plans(RAGGED))
     def run(plan):
         case, random = linear_case(plan)
@@ -280,5 +315,29 @@ def test_cross_entropy(device, part):
         call = {"wants": ("input",), "upstream": upstream}
         yardstick = cases.Yardstick(case, cancels=True, **call)
         yardstick.check(cases.outcome(flce.cross_entropy, case, **call))
+
+    run()
+
+
+@PARTS
+def test_sampled_gradients(device, part):
+    """A row's draw depends on its position among all rows, not among those that are computed."""
+
+    @examples(device, part, share=0.3)
+    @hypothesis.given(plans(SAMPLED))
+    def run(plan):
+        if plan["softcap"] is not None:  # both are refused
+            lse, _, *others = plan["returns"]
+            plan = {**plan, "label_smoothing": 0.0, "returns": (lse, False, *others)}
+        case, random = linear_case(plan)
+        case, upstream = moved(case, upstream_of(plan, random), device)
+        compare(
+            case,
+            eps=plan["gradient_eps"],
+            seed=plan["gradient_seed"],
+            wants=plan["wants"],
+            upstream=upstream,
+            max_memory=budget_of(plan) if plan["in_chunks"] else None,
+        )
 
     run()

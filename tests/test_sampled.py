@@ -1,9 +1,5 @@
-"""gradient="sampled": flce against the reference with the same seed, the mean in 16 bits, graphs
-that are kept.
-
-The float32 of a device rounds differently from the reference's float64, so now and then another
-class is drawn: `agree` bounds how often.
-"""
+"""gradient="sampled": flce against the reference with the same seed, of many classes and rows
+that drawn calls (test_properties.py) do not have, the mean in 16 bits, graphs that are kept."""
 
 import math
 
@@ -11,128 +7,20 @@ import cases
 import pytest
 import raw
 import torch
-from sampled_case import HIDDEN, SAMPLED, SEEDS, TOKENS, VOCAB, make, sampled, upstream_of
+from sampled_case import SAMPLED, SEEDS, TOKENS, compare, make, sampled, upstream_of
 from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce import reference
 
 
-def agree(ours, truth, case):
-    """Compares float32 gradients row by row. Where a prefix sum lies within its rounding of a
-    point that is drawn, a neighbouring class may be taken: a row of input's gradient differs then,
-    and two of the weight's."""
-    tokens, vocab = case.target.numel(), case.linear_weight.shape[0]
-    largest = case.input.nan_to_num().abs().max() * case.linear_weight.abs().sum(-1).max()
-    tolerance = cases.FLOORS[torch.float32][1] + 2.0**-24 * largest.item()
-    drawn = 1 + math.ceil(tokens * min(0.5, 4e-5 * vocab))
-    for name in cases.GRADIENTS:
-        if name not in truth:
-            continue
-        got, expected = ours[name].double(), truth[name]
-        assert got.shape == expected.shape
-        width = 1 if name == "linear_bias" else expected.shape[-1]
-        error = (got - expected).reshape(-1, width).norm(dim=-1)
-        size = expected.reshape(-1, width).norm(dim=-1)
-        differs = ~(error <= tolerance * (size + size.mean()))
-        allowed = drawn if name == "input" else 2 * drawn
-        assert differs.sum() <= allowed, f"{name}: {differs.nonzero().flatten().tolist()}"
-
-
-def compare(case, *, eps=2**-6, seed=7, upstream=None, **call):
-    """Loss and outputs against the exact call's, gradients against the reference's; -> them."""
-    upstream = upstream or upstream_of("mean")
-    upstream = {name: one.to(case.input.device) for name, one in upstream.items()}
-    given = {**sampled(seed, eps), "upstream": upstream}
-    ours = cases.outcome(flce.linear_cross_entropy, case, **given, **call)
-    exact = {**given, "gradient": "exact", "save": "logits"}
-    exact = cases.outcome(flce.linear_cross_entropy, case, **exact, **call)
-    assert ours.keys() == exact.keys()
-    # Other chunks, or the entropy's own kernels, may order a row's sums differently.
-    same_kernels = call.get("max_memory") is None and "return_entropy" not in call
-    for name, value in exact.items():
-        assert ours[name].dtype == value.dtype
-        if name == "predictions" or (name == "loss" and same_kernels):
-            assert torch.equal(ours[name], value)
-        elif name not in cases.GRADIENTS:
-            torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
-    wide = case.to(torch.float64)
-    agree(ours, cases.outcome(reference.linear_cross_entropy, wide, **given, **call), case)
-    return ours
-
-
-SCALES = {
-    "plain": {},
-    "softcap": {"softcap": 3.0},
-    "negative": {"softcap": 5.0, "logit_scale": -1.5, "temperature": 0.7},
-    "rows": {"logit_scale": 0.5, "temperature": "rows"},
-}
-WEIGHTS = {"none": (), "class": ("weight",), "token": ("token_weight",)}
-WEIGHTS["both"] = ("weight", "token_weight")
-BUDGET = 10 * (VOCAB + 3) * 4
-
-
-def options_of(device, scales, weights):
-    vectors = {
-        "weight": 0.5 + torch.rand(VOCAB, generator=cases.generator(4)),
-        "token_weight": torch.randn(TOKENS, generator=cases.generator(5)),
-    }
-    options = {**SCALES[scales], **{name: vectors[name] for name in WEIGHTS[weights]}}
-    if options.get("temperature") == "rows":
-        options["temperature"] = 0.5 + torch.rand(TOKENS, generator=cases.generator(6))
-    return {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
-
-
-@cases.pairwise(
-    eps=[2**-6, 2**-2, 0.3, 2**-12, 1.0],
-    std=[1.0, 3.0, 20.0],
-    reduction=["none", "mean", "sum"],
-    smoothing=[0.0, 0.1, 1.0],
-    scales=list(SCALES),
-    weights=list(WEIGHTS),
-    z_loss=[0.0, 0.05],
-    ignore=[False, True],
-    bias=[False, True],
-    valid_vocab=[None, 100],
-    budget=[None, BUDGET],
-)
-def test_combinations(
-    device, eps, std, reduction, smoothing, scales, weights, z_loss, ignore, bias, valid_vocab,
-    budget,
-):  # fmt: skip
-    case = make(device, std=std, bias=bias)
-    if valid_vocab is not None:
-        case.target.clamp_(max=valid_vocab - 1)
-    case = cases.ignore_some(case) if ignore else case
-    case = case.with_options(
-        reduction=reduction,
-        # With a softcap smoothing is refused.
-        label_smoothing=0.0 if "softcap" in SCALES[scales] else smoothing,
-        z_loss=z_loss,
-        valid_vocab=valid_vocab,
-        **options_of(device, scales, weights),
-    )
-    made = compare(case, eps=eps, upstream=upstream_of(reduction), max_memory=budget)
-    if valid_vocab is not None:
-        assert not made["linear_weight"][valid_vocab:].any()
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 31, 33, 257, 1021, 4099])
+@pytest.mark.parametrize("vocab", [2, 31, 1021, 4099])
 @pytest.mark.parametrize("std", [0.0, 1.0, 8.0])
 def test_vocabularies_of_any_size(device, vocab, std):
     case = make(device, std=max(std, 1.0), vocab=vocab, bias=False)
     if std == 0.0:
         case.linear_weight.zero_()
     compare(case, upstream=upstream_of("none"), reduction="none", eps=2**-5)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 600])
-def test_any_number_of_rows(device, tokens):
-    compare(make(device, tokens=tokens, std=1.0))
-    compare(cases.ignore_some(make(device, tokens=tokens), every=2), max_memory=BUDGET)
 
 
 @pytest.mark.parametrize("ignore", [False, True])
@@ -148,63 +36,12 @@ def test_no_valid_rows(device, ignore, dtype, accum_dtype):
     assert all(tensor.count_nonzero() == 0 for tensor in made.values())
 
 
-def shifted(case, **documents):
-    case.input, case.target = case.input.reshape(3, 12, HIDDEN), case.target.reshape(3, 12)
-    case.options.update(documents)
-    return {"shift": 1}
-
-
-def bounded(case, more):
-    return {"valid_bound": int((case.target != -100).sum()) + more}
-
-
-# A row's draw depends on its position among all rows, not among those that are computed.
-CALLS = {
-    **{f"seed {seed}": {"seed": seed} for seed in (0, -1, 2**63 - 1, -(2**63), 2**32)},
-    **{f"items {n}": {"num_items": n, "z_loss": 0.1} for n in (7, 2.5, torch.tensor(11.0), 0)},
-    "counted bound": {"valid_bound": "count"},
-    "exact bound": lambda case: bounded(case, 0),
-    "bound": lambda case: bounded(case, 3),
-    "shift": lambda case: shifted(case),
-    "documents": lambda case: shifted(case, cu_seqlens=torch.tensor([0, 5, 12, 30, 36])),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls(device, name):
-    call = CALLS[name]
-    case = make(device, tokens=36)
-    case = cases.ignore_some(case) if "items" in name or "bound" in name else case
-    call = call(case) if callable(call) else call
-    move = {k: v.to(device) for k, v in case.options.items() if isinstance(v, torch.Tensor)}
-    compare(case.with_options(**move), **call)
-
-
 def test_all_classes_above_eps_give_the_exact_gradient(device):
     """Every class is kept then: the draw makes no difference."""
     case = make(device, std=0.1, vocab=31)
     yardstick = cases.Yardstick(case)
     for seed in (1, 2):
         yardstick.check(cases.outcome(flce.linear_cross_entropy, case, **sampled(seed, 2**-12)))
-
-
-OUTPUTS = [("lse",), ("loss", "lse"), ("entropy",), ("loss", "lse", "entropy")]
-
-
-@pytest.mark.parametrize("outputs", OUTPUTS, ids="-".join)
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradients_of_outputs(device, outputs, reduction):
-    random = cases.generator(9)
-    case = cases.ignore_some(make(device)).with_options(logit_scale=2.0, label_smoothing=0.1)
-    scalar = reduction == "mean"
-    upstream = {
-        name: torch.randn(() if scalar and name == "loss" else TOKENS, generator=random)
-        for name in outputs
-    }
-    compare(
-        case, upstream=upstream, reduction=reduction, return_lse=True, return_entropy=True,
-        return_accuracy=True, return_predictions=True, return_z_loss=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 20.0])
@@ -237,7 +74,6 @@ def test_frozen_parts(device, wants):
 
 
 MEANS = {
-    "plain": {},
     "smoothing": {"label_smoothing": 0.1, "z_loss": 0.02},
     "softcap": {"softcap": 4.0, "temperature": 0.8},
     "entropy": {"return_entropy": True},
@@ -249,14 +85,14 @@ UPSTREAM = {"entropy": ("entropy",), "all": ("loss", "entropy")}
 @pytest.mark.parametrize(
     "dtype, options",
     [
-        *((torch.float32, options) for options in MEANS),
         *((torch.bfloat16, options) for options in ("smoothing", "entropy")),
         *((torch.float16, options) for options in ("softcap", "all")),
     ],
     ids=str,
 )
 def test_the_mean_is_the_exact_gradient(device, dtype, options):
-    """Over 4,096 seeds, within 4.5 standard errors and the rounding of the dtype."""
+    """Over 4,096 seeds, within 4.5 standard errors and the rounding of the dtype. In float32 it is
+    the reference's, with which the others compare each seed."""
     case = make(device, dtype, tokens=8, vocab=40).with_options(**MEANS[options])
     random, call = cases.generator(3), {}
     if options in UPSTREAM:
@@ -294,7 +130,7 @@ def test_autocast(device):
 # ---- millions of classes ----
 
 
-@pytest.mark.parametrize(("vocab", "eps"), [(300_007, 2**-6), (3_000_017, 2**-6), (3_000_017, 1.0)])
+@pytest.mark.parametrize(("vocab", "eps"), [(300_007, 2**-6), (1_100_003, 2**-6), (1_100_003, 1.0)])
 def test_lists_of_many_classes(device, vocab, eps):
     """The entries of the lists are where the prefix sums of q have the draws, within the rounding
     of q, and of E, which moves the sums of bfloat16; and the gradients are their sums."""
@@ -342,7 +178,7 @@ def test_lists_of_many_classes(device, vocab, eps):
 def test_millions_of_equal_classes(eps, dtype):
     """As the reference, on the CPU, entry by entry: E is 1 for two thirds of the classes and 0 for
     the others, so that no rounding can move a draw."""
-    vocab, tokens = 3 << 20, 6
+    vocab, tokens = 3 << 19, 3
     case = make("cpu", dtype, tokens=tokens, vocab=8, bias=False)
     case.target = torch.arange(0, vocab, vocab // tokens)
     case.input = torch.zeros(tokens, 2, dtype=dtype)

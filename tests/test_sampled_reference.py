@@ -10,6 +10,8 @@ from sampled_case import SEEDS
 from flce import reference
 
 ROUNDING = 2.0**-24  # of a share q in fixed point, for each class
+COPIES = 256  # of rows, each of which has its own draw: one call for as many seeds
+OF_ROWS = ("temperature", "token_weight")
 
 KNOWN_ANSWERS = [  # kat_vectors of Random123: key, counter, output
     ((0,) * 2, (0,) * 4, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -70,31 +72,34 @@ REFERENCE_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", list(REFERENCE_OPTIONS))
-def test_mean_and_variance_over_seeds(options):
+def test_mean_and_variance_over_draws(options):
     """The exact gradient, and at most eps p (1 - p) times the row's factor squared."""
     options, eps = REFERENCE_OPTIONS[options], 2.0**-3
     z = 2.0 * torch.randn(4, 23, generator=cases.generator(1), dtype=torch.float64)
     target = torch.tensor([0, 22, 5, 9])
-    z.requires_grad_()
+    rows = {name: options[name].repeat(COPIES) for name in OF_ROWS if name in options}
+    many = z.repeat(COPIES, 1).requires_grad_(), target.repeat(COPIES)
 
-    def gradient(**sampling):
-        loss = reference.cross_entropy(z, target, reduction="sum", **options, **sampling)
-        return loss.detach(), torch.autograd.grad(loss, z)[0]
+    def gradients(**sampling):
+        options_of = {**options, **rows, **sampling}
+        loss = reference.cross_entropy(*many, reduction="sum", **options_of)
+        grad = torch.autograd.grad(loss, many[0])[0]
+        return loss.detach(), grad.unflatten(0, (COPIES, 4))
 
-    loss, exact = gradient()
-    made = []
-    for seed in range(SEEDS):
-        value, grad = gradient(sampling=(eps, seed))
+    loss, exact = gradients()
+    exact, made = exact[0], []
+    for seed in range(SEEDS // COPIES):
+        value, grads = gradients(sampling=(eps, seed))
         assert torch.equal(value, loss)
-        made.append(grad)
-    made = torch.stack(made)
-    share = shares(z.detach(), **scales_of(options))
+        made.append(grads)
+    made = torch.cat(made)
+    share = shares(z, **scales_of(options))
     added = made.var(dim=0, correction=0)
     largest = (made - exact).abs().amax(dim=0)
     at_target = torch.zeros_like(z, dtype=torch.bool).scatter(-1, target[:, None], True)
     kept = at_target | (share >= eps)
     assert (largest[kept] <= 1e-12).all()
-    factor = factors(z.detach(), target, options)
+    factor = factors(z, target, options)
     error = (made.mean(dim=0) - exact).abs()
     q = share / eps
     deviation = factor * eps * (q * (1.0 - q)).clamp(min=0.0).sqrt()

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from processes import run_on_ranks
 from test_cuda import captured
+from test_vocab_failures import Preempted, interrupting
 from torch import nn
-from vocab_failures import Preempted, interrupting
 
 import flce
 from flce.distributed import collectives

@@ -2,10 +2,13 @@
 one process."""
 
 import functools
+import importlib
 
 import cases
+import pytest
 import torch
 import torch.distributed as dist
+from processes import run_on_ranks
 
 import flce
 
@@ -15,21 +18,25 @@ SHARDED = ("linear_weight", "linear_bias", "adapter_weight")
 RETURNS = {f"return_{name}": True for name in OUTPUTS[1:]}
 
 
-# The functions of a Ranks that processes run, by the number of ranks and by name.
-CASES = {2: {}, 4: {}}
+def on(*worlds):
+    """Makes a test of a function of a Ranks, in groups of these sizes."""
+
+    def decorate(function):
+        @pytest.mark.parametrize("ranks", worlds, ids=lambda world: f"of{world}")
+        @functools.wraps(function)
+        def test(ranks, **given):
+            names = {"module": function.__module__, "name": function.__name__}
+            run_on_ranks(ranks, call, **names, given=given)
+
+        return test
+
+    return decorate
 
 
-def on(*worlds, name=None, **given):
-    """Registers a function of a Ranks for groups of these sizes; `given`: further arguments."""
-
-    def register(function):
-        for world in worlds:
-            own = name or function.__name__
-            assert own not in CASES[world], own
-            CASES[world][own] = functools.partial(function, **given)
-        return function
-
-    return register
+def call(module, name, given):
+    own = Ranks()
+    getattr(importlib.import_module(module), name).__wrapped__(own, **given)
+    assert not own.failures, "\n".join(own.failures)
 
 
 def chunk_ends(vocab, ranks):

@@ -1,8 +1,8 @@
-"""flce.linear_divergence with a sharded vocabulary. Run by test_vocab_parallel.py."""
+"""flce.linear_divergence with a sharded vocabulary. On ranks over gloo."""
 
 import cases
 import torch
-from vocab_cases import HIDDEN, TOKENS, UNEVEN, VOCAB, make
+from test_vocab_cases import HIDDEN, TOKENS, UNEVEN, VOCAB, make
 from vocab_ranks import on
 
 import flce
@@ -40,7 +40,7 @@ def outcome(input, linear_weight, target, *, upstream, linear_bias, **options):
 
 
 @on(2, 4)
-def divergences(ranks):
+def test_divergences(ranks):
     """A whole teacher on each rank, a shard of it, its logits; uneven shards, one without classes;
     x sharded by tokens."""
     uneven = UNEVEN if ranks.ranks == 4 else (0, VOCAB)
@@ -79,7 +79,7 @@ def divergences(ranks):
 
 
 @on(2)
-def divergence_near_its_teacher(ranks):
+def test_divergence_near_its_teacher(ranks):
     """In float32, with rounded statistics exchanged."""
     case = make(torch.float32, std=0.5)
     logits = case.input @ case.linear_weight.T + case.options["linear_bias"]
@@ -113,7 +113,7 @@ def sampled_divergences(ranks):
 
 
 @on(2)
-def divergence_of_dtensors(ranks):
+def test_divergence_of_dtensors(ranks):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -1,5 +1,5 @@
 """A sharded vocabulary under torch.compile: several losses in a graph, sizes that change, groups.
-Run by test_vocab_parallel.py."""
+On ranks over gloo."""
 
 import functools
 
@@ -38,7 +38,7 @@ def agree_compiled(ranks, name, function, own, expected, gradients, bar):
 
 
 @on(4)
-def several_losses(ranks):
+def test_several_losses(ranks):
     """The last rank has no class: its Inductor orders the calls as that of the others does."""
     torch._inductor.config.compile_threads = 1
     whole, y = operands(16, 9)
@@ -91,7 +91,7 @@ def layers_and_losses(loss_of, begin, end, x, a, b, w, y):
 
 
 @on(2)
-def layers_between_losses(ranks):
+def test_layers_between_losses(ranks):
     """torch's collectives of the group keep their order too, though the shards are unequal."""
     torch._inductor.config.compile_threads = 1
     (x, _, w, _), y = operands(16, 5)
@@ -115,7 +115,7 @@ def layers_between_losses(ranks):
 
 
 @on(2)
-def sizes_that_change(ranks):
+def test_sizes_that_change(ranks):
     """Several sizes in one compiled function, unbroken where it is given the VocabParallel."""
     for way in ("equal shards", "vocab", "sequence"):
         given = ranks.parallel(sequence=True) if way == "sequence" else None
@@ -147,7 +147,7 @@ def sizes_that_change(ranks):
 
 
 @on(2)
-def denominators(ranks):
+def test_denominators(ranks):
     """num_items over a group inside of a compiled function."""
     target = torch.tensor([3, -100, 5])
 

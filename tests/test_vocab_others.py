@@ -1,8 +1,8 @@
-"""Sampled gradients of a sharded vocabulary, and extreme logits. Run by test_vocab_parallel.py."""
+"""Sampled gradients of a sharded vocabulary, and extreme logits. On ranks over gloo."""
 
 import cases
 import torch
-from vocab_cases import HIDDEN, TOKENS, UNEVEN, VOCAB, make
+from test_vocab_cases import HIDDEN, TOKENS, UNEVEN, VOCAB, make
 from vocab_ranks import on
 
 import flce
@@ -20,44 +20,8 @@ def sampled_case(**options):
     return make(torch.float32, std=0.5, **options)
 
 
-@on(2, 4)
-def samples_of_all_classes(ranks):
-    """None has a p below eps: nothing is drawn, and the gradients are exact."""
-    for options in (
-        {"softcap": 3.0, "ignored": 4},
-        {"label_smoothing": 0.1, "weight": True, "reduction": "none"},
-        {"reduction": "sum", "logit_scale": -0.5, "z_loss": 1e-2, "bias": False},
-        {"label_smoothing": 0.1, "reduction": "none", "ignored": 4, "return_entropy": True},
-    ):
-        case = sampled_case(**options)
-        upstream = {"loss": torch.tensor(-1.7)}
-        if options.get("reduction") == "none":
-            upstream = {"loss": torch.linspace(-1.0, 2.0, TOKENS)}
-        if "return_entropy" in options:
-            upstream["entropy"] = torch.linspace(2.0, -1.0, TOKENS)
-        exact = cases.outcome(flce.linear_cross_entropy, case, upstream=upstream)
-        for how in ({}, {"sequence": True}, {"reduce_input_grad": False}):
-            sequence = "sequence" in how
-            if sequence and TOKENS % ranks.ranks:
-                continue
-            for ends in (None, UNEVEN) if ranks.ranks == 4 else (None, (0, VOCAB)):
-                classes, own = ranks.classes(VOCAB, ends), ranks.divided(case, ends, sequence)
-                vp = ranks.parallel(VOCAB, ends, **how)
-                call = {"vocab_parallel": vp, "upstream": upstream, **sampled(2**-12, 5)}
-                made = cases.outcome(flce.linear_cross_entropy, own, **call)
-                dx = made["input"]
-                if "reduce_input_grad" in how:
-                    dx = sum(part.double() for part in ranks.gathered(dx))
-                true = ranks.rows(exact["input"]) if sequence else exact["input"]
-                ranks.agree("loss", made["loss"], exact["loss"], 1e-6)
-                ranks.agree("dX", dx, true, 1e-5)
-                ranks.agree("dW", made["linear_weight"], exact["linear_weight"][classes], 1e-5)
-                if "linear_bias" in made:
-                    ranks.agree("db", made["linear_bias"], exact["linear_bias"][classes], 1e-5)
-
-
 @on(4)
-def sampled_loss_and_bits(ranks):
+def test_sampled_loss_and_bits(ranks):
     """The loss is not sampled; equal seeds give equal bits, and all ranks have the same dX."""
     case = sampled_case(label_smoothing=0.1, ignored=4)
     own, vp = ranks.divided(case, UNEVEN), ranks.parallel(VOCAB, UNEVEN)
@@ -79,7 +43,7 @@ def sampled_loss_and_bits(ranks):
 
 
 @on(2)
-def mean_of_samples(ranks):
+def test_mean_of_samples(ranks):
     """The mean over seeds within five standard errors of the exact gradients."""
     seeds, upstream = 400, {"entropy": torch.linspace(2.0, -1.0, 8)}
     for given in ({}, {"upstream": upstream, "return_entropy": True}):
@@ -104,7 +68,7 @@ def mean_of_samples(ranks):
 
 
 @on(2)
-def keys_of_ranks(ranks):
+def test_keys_of_ranks(ranks):
     """Each rank draws with a key of its own: ranks with equal rows of W draw different classes."""
     for seed in (0, 5, 2**63 - 1, -(2**63)):
         keys = [composite._seed_of_rank(torch.tensor([seed]), rank) for rank in range(1024)]
@@ -122,32 +86,8 @@ def keys_of_ranks(ranks):
 # ---- extremes ----
 
 
-@on(2, 4)
-def loss_of_chunks(ranks):
-    """flce.linear_loss of shards, with an entropy and several chunks."""
-
-    def loss_fn(logprobs, entropy, rows):
-        factors = torch.linspace(-1.0, 2.0, TOKENS, dtype=logprobs.dtype)[rows]
-        return (factors * logprobs.exp() - 0.1 * entropy).sum()
-
-    def call(input, linear_weight, target, **options):
-        given = {"rows": 5, "entropy": "differentiable", **options}
-        return flce.linear_loss(input, linear_weight, target, loss_fn, **given)
-
-    case = make(torch.float64, reduction="sum", ignored=4, softcap=3.0)
-    del case.options["reduction"]
-    whole = cases.outcome(call, case)
-    for ends in (None, UNEVEN) if ranks.ranks == 4 else (None, (0, VOCAB)):
-        own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
-        made, classes = cases.outcome(call, own, vocab_parallel=vp), ranks.classes(VOCAB, ends)
-        ranks.agree("loss", made["loss"], whole["loss"], 1e-12)
-        ranks.agree("dX", made["input"], whole["input"], 1e-11)
-        for name in ("linear_weight", "linear_bias"):
-            ranks.agree(name, made[name], whole[name][classes], 1e-11)
-
-
 @on(2)
-def extreme_logits(ranks):
+def test_extreme_logits(ranks):
     """Logits of one rank beyond the range of exp, a loss of 0, and what torch has for inf."""
     for scale in (1e3, 1e30):
         for save in cases.SAVES:
@@ -171,7 +111,7 @@ def extreme_logits(ranks):
 
 
 @on(2)
-def all_logits_hidden(ranks):
+def test_all_logits_hidden(ranks):
     """All logits of all ranks are -inf: so is lse, as in one process."""
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     hidden, y = torch.full((6,), -torch.inf), torch.arange(4)

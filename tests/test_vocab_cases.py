@@ -1,10 +1,11 @@
-"""Numbers of a sharded vocabulary: options, shards and data. Run by test_vocab_parallel.py."""
+"""Numbers of a sharded vocabulary: options, shards and data. On ranks over gloo."""
 
 import functools
 import itertools
 import math
 
 import cases
+import pytest
 import torch
 import torch.distributed as dist
 from vocab_ranks import RETURNS, Ranks, on
@@ -114,6 +115,15 @@ CALLS = {
 }
 
 
+ROWS = cases.covering_rows(**OPTIONS, **CALLS)
+
+
+@on(2, 4)
+@pytest.mark.parametrize("values", ROWS, ids=lambda values: "-".join(map(str, values)))
+def test_combinations(ranks, values):
+    combination(ranks, **dict(zip([*OPTIONS, *CALLS], values, strict=True)))
+
+
 def combination(
     ranks, how, wide, nested, budget, ends, outputs, wants, bound, dtype_of, target, **options
 ):
@@ -143,70 +153,11 @@ def combination(
     )  # fmt: skip
 
 
-for _values in cases.covering_rows(**OPTIONS, **CALLS):
-    _given = dict(zip([*OPTIONS, *CALLS], _values, strict=True))
-    on(2, 4, name="options-" + "-".join(map(str, _values)), **_given)(combination)
-
-
 # ---- shards and data ----
 
 
-@on(2, 4)
-def fewer_classes_than_ranks(ranks):
-    """V=5 on 4 ranks: shares of 2, 2, 1 and 0. V=1 on 2: one rank has all classes."""
-    for vocab in (1, 2, 3, 5):
-        for save in cases.SAVES:
-            for dtype in (torch.float64, torch.float32):
-                case = make(dtype, vocab=vocab, label_smoothing=0.1, weight=save == "logits")
-                # With one class smoothing's terms cancel.
-                how = {"upstream": upstream_of(case, False), "cancels": vocab == 1}
-                ranks.compare(case, save=save, **how)
-
-
 @on(4)
-def largest_logit_far_from_the_target(ranks):
-    """Gaps of up to 2000 to a class of another rank, in both directions."""
-    gaps = [*(-800.0, -90.0, -20.0, 20.0, 90.0, 800.0, 2000.0), 3e-3, -3e-3]
-    for dtype in (torch.float64, torch.float32):
-        for save in cases.SAVES:
-            case = cases.plant(make(dtype, bias=False), gaps)
-            ranks.compare(case, save=save, **RETURNS)
-
-
-@on(4)
-def a_shard_of_minus_infinity(ranks):
-    """All classes of a rank have a bias of -inf: probability 0, gradient 0."""
-    for hidden in range(4):
-        for save in cases.SAVES:
-            for dtype in (torch.float64, torch.float32):
-                case = make(dtype, reduction="sum")
-                classes = slice(11 * hidden, min(11 * hidden + 11, VOCAB))
-                case.options["linear_bias"][classes] = -math.inf
-                outside = torch.tensor([j for j in range(VOCAB) if j // 11 != hidden])
-                case.target[:] = outside[case.target % len(outside)]
-                how = {"upstream": upstream_of(case, True), "cancels": True, **RETURNS}
-                made = ranks.compare(case, save=save, **how)
-                if ranks.rank == hidden:
-                    for name in ("linear_weight", "linear_bias"):
-                        ranks.note(not made[name].any(), f"{name} of the hidden shard is not 0")
-
-
-@on(4)
-def no_rows_and_few(ranks):
-    """N = 0, and all rows ignored: loss 0 and gradients 0, also if x contains NaN."""
-    for tokens, every in ((0, 1), (TOKENS, 1), (3, 1)):
-        for reduction in ("none", "mean", "sum"):
-            for save in ("logits", "stats", "auto" if reduction == "none" else "grads"):
-                case = make(tokens=tokens, reduction=reduction, ignored=every, weight=True)
-                made = ranks.compare(case, save=save)
-                for name, value in made.items():
-                    ranks.note(not value.any(), f"{name} is not 0: {save} {reduction}")
-    for tokens, save in itertools.product((1, 2, 3, 5, 7), cases.SAVES):
-        ranks.compare(make(tokens=tokens, reduction="sum"), save=save)
-
-
-@on(4)
-def class_weights_that_cancel(ranks):
+def test_class_weights_that_cancel(ranks):
     """Those of a rank sum to 0, exactly; all of a rank are 0."""
     case = make(torch.float64, label_smoothing=0.3, weight=True, reduction="sum")
     case.options["weight"][:11] = torch.arange(-5, 6) / 4
@@ -216,16 +167,7 @@ def class_weights_that_cancel(ranks):
 
 
 @on(4)
-def shifted_targets(ranks):
-    case = reshaped(make(tokens=24), 4, 6)
-    bounds = torch.tensor([0, 5, 6, 15, 24])
-    for options in ({"shift": 1}, {"shift": 2, "cu_seqlens": bounds}):
-        for how in ({}, {"sequence": True}):
-            ranks.compare(case.with_options(**options), vocab_parallel=how)
-
-
-@on(4)
-def groups_of_some_ranks(ranks):
+def test_groups_of_some_ranks(ranks):
     """In the classes of a group a rank has its place in the group."""
     pairs = [dist.new_group(members) for members in ([0, 2], [1, 3])]  # all ranks start all groups
     pair = Ranks(pairs[ranks.rank % 2])
@@ -236,7 +178,7 @@ def groups_of_some_ranks(ranks):
 
 
 @on(4)
-def equal_bits_of_two_runs(ranks):
+def test_equal_bits_of_two_runs(ranks):
     for dtype, save in itertools.product((torch.float64, torch.bfloat16), cases.SAVES):
         case = make(dtype, ignored=5, label_smoothing=0.1, z_loss=1e-2)
         made, again = (ranks.compare(case, save=save, **RETURNS) for _ in range(2))
@@ -244,7 +186,7 @@ def equal_bits_of_two_runs(ranks):
 
 
 @on(4)
-def a_bias_in_float32(ranks):
+def test_a_bias_in_float32(ranks):
     case = make(torch.bfloat16)
     for ends in (None, UNEVEN):
         bias = case.options["linear_bias"].float()
@@ -259,7 +201,7 @@ def a_bias_in_float32(ranks):
 
 
 @on(2)
-def half_precision_with_a_loss_scale(ranks):
+def test_half_precision_with_a_loss_scale(ranks):
     """The gradients of 65536 times the loss, as a GradScaler asks for them."""
     case = cases.make_case(100, 64, 203, dtype=torch.float16)
     scale = torch.tensor(65536.0)
@@ -279,7 +221,7 @@ def half_precision_with_a_loss_scale(ranks):
 
 
 @on(4)
-def nan_reaches_all_ranks(ranks):
+def test_nan_reaches_all_ranks(ranks):
     call = functools.partial(flce.linear_cross_entropy, return_lse=True)
     vp = ranks.parallel(VOCAB)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -294,42 +236,3 @@ def nan_reaches_all_ranks(ranks):
                     for name in ("loss", "lse", "input"):
                         bad = bool(made[name].isnan().any())
                         ranks.note(bad, f"{name} has no NaN: {dtype} {at} {row} {save}")
-
-
-@on(2, 4)
-def classes_of_ranks_without_them(ranks):
-    """A rank has no class, none of a row's, or fewer than topk."""
-    case = make(bias=False)
-    logits = case.input @ case.linear_weight.T
-    ids = torch.randint(VOCAB, (TOKENS, 5), generator=cases.generator(2))
-    for ends in ("uneven", "first", "last"):
-        ends = ENDS[ends][ranks.ranks]
-        own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
-        operands = own.input, own.linear_weight
-        for given in ({"classes": ids}, {"topk": 5}, {"topk": VOCAB}):
-            made = flce.linear_cross_entropy(*operands, own.target, vocab_parallel=vp, **given)
-            best = logits.topk(given.get("topk", 1), dim=-1)
-            ranks.note("classes" in given or torch.equal(made.classes, best.indices), f"{given}")
-            truth = logits.gather(-1, ids) if "classes" in given else best.values
-            ranks.agree(f"class_logits {ends} {given.keys()}", made.class_logits, truth)
-
-
-@on(4)
-def ties_go_to_the_lowest_class(ranks):
-    """Equal rows of W on several ranks."""
-    vp = ranks.parallel(VOCAB)
-    for equal in ((40, 5, 20), (12, 13, 30), (0, 39, 40), (33, 22, 11)):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            case = make(dtype, bias=False)
-            case.linear_weight[list(equal)] = case.linear_weight[20].clone()
-            case.input[:9] = 3.0 * case.linear_weight[20]
-            case.target[:5] = min(equal)
-            own = ranks.divided(case)
-            made = flce.linear_cross_entropy(
-                own.input, own.linear_weight, own.target, vocab_parallel=vp,
-                return_predictions=True, return_accuracy=True,
-            )  # fmt: skip
-            expected = {min(equal)}
-            ranks.note(set(made.predictions[:9].tolist()) == expected, f"ties {equal} {dtype}")
-            right = (made.predictions == case.target).double().mean()
-            ranks.agree("accuracy", made.accuracy, right, 1e-6)

@@ -1,5 +1,5 @@
-"""Calls of a sharded vocabulary that fail: interrupts, lost peers, options that differ. Run by
-test_vocab_parallel.py."""
+"""Calls of a sharded vocabulary that fail: interrupts, lost peers, options that differ.
+On ranks over gloo."""
 
 import contextlib
 import itertools
@@ -15,8 +15,8 @@ import unittest.mock
 import cases
 import torch
 import torch.distributed as dist
-from vocab_calls import counted_exchanges, raised
-from vocab_cases import HIDDEN, TOKENS, VOCAB, make
+from test_vocab_calls import counted_exchanges, raised
+from test_vocab_cases import HIDDEN, TOKENS, VOCAB, make
 from vocab_ranks import on, same_bytes
 
 import flce
@@ -86,7 +86,7 @@ def error_of(step, name, at, how=raise_preempted):
 
 
 @on(2)
-def interrupts(ranks):
+def test_interrupts(ranks):
     """They come out as themselves, of the same place on both ranks; the next step is right."""
     eager = flce.linear_cross_entropy
     compiled = torch.compile(eager, backend="aot_eager")
@@ -149,7 +149,7 @@ def interrupted(seconds, release, act):
 
 
 @on(2)
-def signals_at_many_moments(ranks, moments=150):
+def test_signals_at_many_moments(ranks, moments=150):
     """Of a forward and of a backward of rank 0: what it has begun writes to no later tensor."""
     case = ranks.divided(cases.make_case(192, 128, 2048, dtype=torch.float32))
     store, ends, changed = dist.distributed_c10d._get_default_store(), 0, 0
@@ -184,7 +184,7 @@ def signals_at_many_moments(ranks, moments=150):
 
 
 @on(2)
-def a_lost_peer(ranks):
+def test_a_lost_peer(ranks):
     """torch's error, with what failed and where."""
     group = dist.new_group()
     forward, backward = step_of(ranks.divided(make()), flce.VocabParallel(group, vocab=VOCAB))
@@ -223,7 +223,7 @@ DIFFERENT = (
 
 
 @on(2)
-def options_that_differ(ranks):
+def test_options_that_differ(ranks):
     """FLCE_CHECK=1 names the first one on all ranks, in any call of a group."""
     case, rank = ranks.divided(make(torch.bfloat16, bias=False)), ranks.rank
 
@@ -254,7 +254,7 @@ def options_that_differ(ranks):
 
 
 @on(2)
-def options_are_compared_with_FLCE_CHECK_alone(ranks):  # noqa: N802
+def test_options_are_compared_with_FLCE_CHECK_alone(ranks):  # noqa: N802
     group, own = dist.new_group(), ranks.divided(make())
     vp = flce.VocabParallel(group, vocab=VOCAB)
     compiled = torch.compile(flce.linear_cross_entropy, backend="aot_eager")

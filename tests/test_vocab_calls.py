@@ -1,5 +1,5 @@
 """Ways to call a sharded vocabulary: adapters, accumulation, torch.compile, checkpoints, Modules,
-operators, refusals. Run by test_vocab_parallel.py."""
+operators, refusals. On ranks over gloo."""
 
 import contextlib
 import copy
@@ -14,53 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from test_vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_utils import CrossRefFakeMode, MetadataMismatchError
 from torch.utils.checkpoint import checkpoint
-from vocab_cases import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
 from vocab_ranks import RETURNS, SHARDED, Ranks, on, same_bytes
 
 import flce
 from flce import reference
-from flce.distributed import collectives
+from flce.distributed import collectives, parallel
 
 # ---- options with tensors of their own ----
 
 
-@on(4)
-def accumulated_gradients(ranks):
-    """Two backwards on top of what .grad and .main_grad hold."""
-    kinds = [("grad", torch.float64, torch.float64), ("main_grad", torch.float32, torch.float32)]
-    kinds.append(("main_grad", torch.bfloat16, torch.float32))
-    for attribute, dtype, added in kinds:
-        case = make(dtype, bias=False)
-        truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64))
-        start = torch.randn(VOCAB, HIDDEN, generator=cases.generator(1)).to(added)
-        for ends in (None, UNEVEN):
-            own, classes = ranks.divided(case, ends), ranks.classes(VOCAB, ends)
-            for save in ("logits", "stats", "auto"):
-                weight = torch.nn.Parameter(own.linear_weight.clone())
-                setattr(weight, attribute, start[classes].clone())
-                if attribute == "main_grad":
-                    weight.grad_added_to_main_grad = False
-                for _ in range(2):
-                    x = own.input.clone().requires_grad_()
-                    vp = ranks.parallel(VOCAB, ends)
-                    how = {"vocab_parallel": vp, "accumulate_into": attribute, "save": save}
-                    flce.linear_cross_entropy(x, weight, own.target, **how).backward()
-                got = getattr(weight, attribute).double() - start[classes].double()
-                expected = 2.0 * truth["linear_weight"][classes]
-                tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-                tolerance = 1e-11 if dtype == torch.float64 else tolerance
-                ranks.agree(f"{attribute} {dtype} {save}", got, expected, tolerance)
-                ranks.agree(f"dX {dtype} {save}", x.grad, truth["input"], tolerance)
-                if attribute == "main_grad":
-                    ranks.note(weight.grad_added_to_main_grad, "grad_added_to_main_grad")
-                    ranks.note(not weight.grad.any(), ".grad of a weight with main_grad")
-
-
 @on(2)
-def autocast(ranks):
+def test_autocast(ranks):
     case = make(torch.float32)
     truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64))
     for how in ({}, {"sequence": True}):
@@ -82,7 +50,7 @@ def autocast(ranks):
 
 
 @on(2, 4)
-def float32_terms(ranks):
+def test_float32_terms(ranks):
     """The error of dX is that of one rounding to bfloat16, not of two."""
     generator = cases.generator(3)
     x = torch.randn(96, 64, generator=generator).bfloat16()
@@ -127,7 +95,7 @@ def loss_and_gradients(call, case):
 
 
 @on(2)
-def fake_outputs(ranks):
+def test_fake_outputs(ranks):
     """The forward's outputs have the shapes, dtypes and strides that torch.compile assumes."""
     # The comparison of ranges in a group's first call has no fake in torch 2.10.
     cases.outcome(
@@ -147,7 +115,7 @@ def fake_outputs(ranks):
 
 
 @on(2)
-def checkpoints_and_second_backwards(ranks):
+def test_checkpoints_and_second_backwards(ranks):
     """Each makes its exchanges again."""
     case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
     for save in (*cases.SAVES, "auto"):
@@ -172,7 +140,7 @@ def checkpoints_and_second_backwards(ranks):
 
 
 @on(4)
-def modules(ranks):
+def test_modules(ranks):
     """A copy and a pickle of a head call the same group; where none has its name they raise."""
     for ends in (None, UNEVEN):
         case = make(weight=True, valid_vocab=30)
@@ -221,7 +189,7 @@ def modules(ranks):
 
 
 @on(4)
-def ranges_of_classes(ranks):
+def test_ranges_of_classes(ranks):
     """A group's first call compares them."""
     own, group, first = ranks.divided(make()), dist.new_group(), 11 * ranks.rank
     which = "linear_weight: expected as many rows"
@@ -268,7 +236,7 @@ def ranges_of_classes(ranks):
 
 
 @on(2)
-def a_compiled_first_call(ranks):
+def test_a_compiled_first_call(ranks):
     """Ranges are not compared after it: one rank alone may fall back to eager calls."""
     own, vp = ranks.divided(make()), flce.VocabParallel(dist.new_group(), vocab=VOCAB)
     call = torch.compile(flce.linear_cross_entropy, backend="aot_eager")
@@ -280,7 +248,7 @@ def a_compiled_first_call(ranks):
 
 
 @on(4)
-def other_meshes(ranks):
+def test_other_meshes(ranks):
     """Ranks in another order than their group's, and a mesh without this rank."""
     mesh = dist.DeviceMesh("cpu", [0, 2, 1, 3])
     which = "group: expected a DeviceMesh with the ranks [0, 1, 2, 3]"
@@ -294,7 +262,7 @@ def other_meshes(ranks):
 
 
 @on(2)
-def a_group_without_others(ranks):
+def test_a_group_without_others(ranks):
     """torch's "fake" backend, for dry runs of one rank, has no other ranks to compare with."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
@@ -305,7 +273,7 @@ def a_group_without_others(ranks):
 
 
 @on(2)
-def operators(ranks):
+def test_operators(ranks):
     case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
     x, w, b = leaves_of(case).values()
     wants = {"topk": 2, **RETURNS}
@@ -324,7 +292,7 @@ def operators(ranks):
 
 
 @on(2)
-def a_device_mesh_and_a_group_of_one(ranks):
+def test_a_device_mesh_and_a_group_of_one(ranks):
     mesh = dist.init_device_mesh("cpu", (2,))
     case = make(weight=True, label_smoothing=0.1)
     own = cases.outcome(
@@ -385,7 +353,7 @@ def refused(ranks, what, error, case, exchanges=0, **options):
 
 
 @on(2, 4)
-def refused_calls(ranks):
+def test_refused_calls(ranks):
     """Before anything is exchanged, but the class ranges in a group's first call."""
     case, group = make(weight=True), dist.new_group()
     own, vp = ranks.divided(case), flce.VocabParallel(group, vocab=VOCAB)
@@ -435,7 +403,7 @@ def refused_calls(ranks):
 
 
 @on(2)
-def refused_sequences(ranks):
+def test_refused_sequences(ranks):
     vp = ranks.parallel(VOCAB, sequence=True)
     own = ranks.divided(make())
 
@@ -458,7 +426,7 @@ def refused_sequences(ranks):
 
 
 @on(2)
-def refused_groups(ranks):
+def test_refused_groups(ranks):
     world, flag, wide = dist.group.WORLD, "sequence", {"reduce_dtype": torch.float32}
     others = [dist.new_group([rank]) for rank in range(2)][1 - ranks.rank]
     plane = dist.init_device_mesh("cpu", (2, 1))
@@ -486,3 +454,8 @@ def refused_groups(ranks):
             lambda group=group, options=options: flce.VocabParallel(group, **options),
         )  # fmt: skip
     ranks.note(Ranks().gathered(1) == [1, 1], "the order of exchanges")
+
+
+def test_a_rank_without_classes_may_begin_anywhere():
+    """Each has start, vocab, rows, first class, all classes, error."""
+    parallel._check_ranges([(0, 6, 6, 0, 6, ""), (3, 6, 0, 3, 6, "")])
