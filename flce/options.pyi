@@ -87,6 +87,8 @@ class _DivergenceOptions(_Curve, _Sharded, total=False):
     save: Save
     max_memory: int | str | None
     gradient: Gradient
+    gradient_eps: float
+    gradient_seed: int | Tensor | None
     accumulate_into: Literal["grad", "main_grad"] | None
 
 class _NemoOptions(_Computation, _Sharded, total=False):
