@@ -10,6 +10,19 @@ import torch
 import flce
 
 
+def test_gradcheck():
+    """With undefined upstream gradients too."""
+    x, w, target = cases.leaves("cpu", 6, hidden=5, vocab=11)
+    ids = torch.randint(11, (6, 4), generator=cases.generator(1))
+
+    def both(x, w):
+        logprobs = flce.linear_logprobs_at(x, w, ids, softcap=3.0)
+        top = flce.linear_logprobs(x, w, target, return_topk=3)
+        return logprobs, top[0], top[1], top[2].logprobs, top[2].lse
+
+    assert torch.autograd.gradcheck(both, (x, w))
+
+
 @pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
 def test_class_logits_are_those_of_the_logsumexp(device, logits_dtype):
     """Where the GEMM rounds the logits it does so before a bias is added."""
@@ -89,6 +102,15 @@ def test_topk_of_impossible_classes(device, dtype):
     _, _, top = flce.linear_logprobs(x, w, target, **{**options, "linear_bias": bias - math.inf})
     assert torch.equal(top.ids.sort(-1).values, torch.arange(13, device=device).expand(9, 13))
     assert (top.lse == -math.inf).all() and top.logprobs.isnan().all()  # as torch.log_softmax
+
+
+def test_topk_is_the_references(device):
+    case = cases.make_case(37, 40, 261, dtype=torch.float64, device=device)
+    case = cases.ignore_some(case, every=5).with_options(topk=7)
+    functions = flce.linear_cross_entropy, flce.reference.linear_cross_entropy
+    made, expected = (cases.outcome(function, case, wants=()) for function in functions)
+    assert torch.equal(made["classes"], expected["classes"])
+    torch.testing.assert_close(made["class_logits"], expected["class_logits"])
 
 
 def test_topk_of_float64_logits_that_float32_cannot_tell_apart():
