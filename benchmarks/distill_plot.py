@@ -16,7 +16,8 @@ import svg
 
 NAMES = {"forward_kl": "Forward KL", "reverse_kl": "Reverse KL", "jsd": "JSD"}
 COLOURS = {"eager": "grey", "compile": "orange", "Liger": "green", "flce": "blue"}
-TITLES = {"compile": "torch.compile"}
+COLOURS |= {"sampled": "ink"}
+TITLES = {"compile": "torch.compile", "sampled": "flce, sampled"}
 MARKS = "<!-- sweep -->", "<!-- end of sweep -->"
 
 
@@ -76,7 +77,7 @@ def panel(picture, box, lengths, value, label, unit="", floor=()):
         points = [axes.at(*point) for point in curve]
         picture.line(points, COLOURS[name], 1.8)
         for x, y in points:
-            (picture.square if name == "flce" else picture.dot)(x, y, COLOURS[name])
+            (picture.square if name in ("flce", "sampled") else picture.dot)(x, y, COLOURS[name])
 
 
 def draw(record):

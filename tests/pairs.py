@@ -37,6 +37,11 @@ def covering_rows(**values):
     return rows
 
 
+def _id(value):
+    """Of a function its name: its address would differ between xdist's processes."""
+    return getattr(value, "__name__", None) or str(value)
+
+
 def pairwise(**values):
     """Parametrizes a test by `covering_rows` instead of the full product of all values."""
-    return pytest.mark.parametrize(list(values), covering_rows(**values), ids=str)
+    return pytest.mark.parametrize(list(values), covering_rows(**values), ids=_id)
