@@ -6,13 +6,19 @@ logits (CUDA) or float64.
     python benchmarks/distill.py 8192x2048x128256 --teacher 8192
     python benchmarks/distill.py head --near 1e-3     # logits that differ by about so much
     python benchmarks/distill.py head --peers FOLDER  # Liger's too, from its unpacked wheel
+    python benchmarks/distill.py head --sweep --kinds forward_kl --rounds 3 --json record.json
+
+--sweep: time and peak memory over the number of tokens, without errors. A contestant is left out
+where its peak, in proportion to that of the length before, would exceed the device's memory.
 """
 
 import argparse
 import functools
+import gc
 import importlib
 import json
 import math
+import os
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -23,10 +29,13 @@ import torch
 import torch.nn.functional as F
 
 import flce
+from flce.options import parse_bytes
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # its jsd_beta
 REFERENCE_ROWS = 256
+SWEEP = tuple(2**power for power in range(11, 17))  # tokens
+KEPT_FREE = 0.05  # of the device's memory: for CUDA's context and what the allocator cannot use
 
 
 @dataclass
@@ -80,14 +89,17 @@ def liger(folder, kind):
 
 
 def contestants(kind, options):
+    torch.compiler.reset()  # a function that was compiled for eight sizes runs eagerly for a ninth
     made = {
         "eager": functools.partial(eager, kind=kind),
-        "compile": functools.partial(torch.compile(eager), kind=kind),
+        "compile": functools.partial(torch.compile(eager, dynamic=False), kind=kind),
     }
     for memory in options.max_memory:
         name = "flce" if memory is None else f"flce {memory}"
         how = {"divergence": kind, "max_memory": memory}
         made[name] = functools.partial(flce.linear_divergence, **how)
+    sampled = {"divergence": kind, "gradient": "sampled"}
+    made["sampled"] = functools.partial(flce.linear_divergence, **sampled)
     if options.peers:
         made["Liger"] = liger(options.peers, kind)
     return {name: made[name] for name in made if name not in options.without}
@@ -130,7 +142,7 @@ def truth(problem, kind, wide):
     return loss, dx, dw
 
 
-def bench(name, shape, kind, options):
+def make_problem(shape, options):
     hidden = options.teacher or shape.hidden
     sizes = {"device": options.device, "dtype": options.dtype}
     teacher_x = torch.empty(shape.tokens, hidden, **sizes)
@@ -139,10 +151,66 @@ def bench(name, shape, kind, options):
     problem = Distillation(plain.x, plain.w, None, plain.y)
     problem.teacher_x, problem.teacher_w, problem.near = teacher_x, teacher_w, options.near
     problem.refresh()
-    runs, rows = {"GEMMs": bare_products}, [{"contestant": "GEMMs"}]
-    for label, loss in contestants(kind, options).items():
-        runs[label] = step(loss)
-        rows.append({"contestant": label})
+    return problem
+
+
+def make_runs(kind, options):
+    """{contestant: function of the problem}, the bare GEMMs first."""
+    losses = contestants(kind, options)
+    return {"GEMMs": bare_products, **{label: step(loss) for label, loss in losses.items()}}
+
+
+def memory_of(device):
+    """Bytes that operands and contestants may take."""
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (1 - KEPT_FREE) * total
+
+
+def sweep(name, shape, kind, options):
+    """The rows of all lengths; one that is left out has the bytes that it would take."""
+    limit, rows, last = options.memory or memory_of(options.device), [], {}
+    for tokens in sorted(options.sweep):
+        problem = make_problem(shape._replace(tokens=tokens), options)
+        runs, made = make_runs(kind, options), []
+        room = limit - sum(operand.nbytes for operand in operands(problem))
+        facts = {"shape": name, "kind": kind, "tokens": tokens, "hidden": shape.hidden}
+        facts |= {"vocab": shape.vocab, "teacher": problem.teacher_x.shape[1]}
+        for label in list(runs):
+            row = {"contestant": label, **facts}
+            made.append(row)
+            before, peak = last.get(label, (1, 0))
+            if peak * tokens / before > room:
+                row["would_take_bytes"] = peak * tokens / before
+                del runs[label]
+                continue
+            runs[label](problem)
+            row["peak_bytes"] = measure.peak_extra_bytes(runs[label], problem, options.device)
+            last[label] = tokens, row["peak_bytes"]
+        ready = [row for row in made if row["contestant"] in runs]
+        measure.time_rows(ready, runs, problem, options.device, options.rounds)
+        print(*map(swept_line, made), sep="\n", flush=True)
+        rows += made
+        del problem
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def swept_line(row):
+    text = f"{row['tokens']:8} tokens {row['kind']:10} {row['contestant']:12}"
+    if "would_take_bytes" in row:
+        return f"{text} left out: {row['would_take_bytes'] / 1e9:.1f} GB"
+    time = f" {row['ms']:8.2f} ms {row['over_gemms']:6.3f}x"
+    return f"{text}{time} {row['peak_bytes'] / 1e9:6.2f} GB"
+
+
+def bench(name, shape, kind, options):
+    problem, runs = make_problem(shape, options), make_runs(kind, options)
+    rows = [{"contestant": label} for label in runs]
     for row in rows:
         run = runs[row["contestant"]]
         run(problem)
@@ -153,7 +221,8 @@ def bench(name, shape, kind, options):
     del exact
     measure.time_rows(rows, runs, problem, options.device, options.rounds)
     for row in rows:
-        row |= {"shape": name, "teacher": hidden, "kind": kind, "near": options.near}
+        row |= {"shape": name, "teacher": problem.teacher_x.shape[1]}
+        row |= {"kind": kind, "near": options.near}
         print(line(row), flush=True)
     return rows
 
@@ -179,9 +248,14 @@ def main(arguments=None):
     parser.add_argument("--max-memory", nargs="*", default=[None], help="of flce, one run for each")
     parser.add_argument("--without", nargs="*", default=[], help="contestants to leave out")
     parser.add_argument("--peers", type=pathlib.Path, help="a folder with liger_kernel")
+    parser.add_argument("--sweep", nargs="*", type=int, metavar="TOKENS", help="see above")
+    parser.add_argument("--memory", type=parse_bytes, help="of the device, for --sweep: 140GB")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     options.dtype = getattr(torch, options.dtype)
+    measured = bench
+    if options.sweep is not None:
+        measured, options.sweep = sweep, options.sweep or SWEEP
     torch.manual_seed(0)
     facts = measure.machine(options.device)
     facts |= {"dtype": str(options.dtype).removeprefix("torch."), "rounds": options.rounds}
@@ -189,7 +263,7 @@ def main(arguments=None):
     rows = []
     for text in options.shapes:
         for kind in options.kinds:
-            rows += bench(*problems.named_shape(text), kind, options)
+            rows += measured(*problems.named_shape(text), kind, options)
     if options.json:
         options.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
 

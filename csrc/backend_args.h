@@ -199,6 +199,9 @@ typedef struct flce_divergence_args {
    * with both `sums` and `writes`. */
   void* partial;
   bool sums;   /* computes the sums over these classes */
+  /* Sets INV_SUM of the student's statistics to 1 / a bound of the row's sum of |dz|, 0 where that
+   * is 0, as sample_rows reads it. */
+  bool draws;
   bool writes; /* writes loss and out from them, or from `partial` without `sums` */
 } flce_divergence_args;
 
@@ -249,6 +252,8 @@ typedef struct flce_upstream {
   /* TARGET includes the entropy's term, a slope_y g_entropy p_y (m - l_y): for save=samples, whose
    * lists have no E of the target. */
   bool entropy_in_target;
+  /* The lists are of dz itself (sampled divergences): ROW is 1 and TARGET 0 in valid rows. */
+  bool of_dz;
 } flce_upstream;
 
 enum { FLCE_GRADIENTS = 3 }; /* dX, dW, db: the most arrays of a scale_grads call */

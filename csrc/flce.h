@@ -87,6 +87,7 @@ typedef enum flce_buffer_id {
    * sum_i c_i, where c is FLCE_COEF_SMOOTH. */
   FLCE_BUF_SMOOTH,
   FLCE_BUF_ORDER,        /* tokens sorted by target (order_targets) */
+  FLCE_BUF_SAMPLES,      /* [rows][flce_sample_pitch()] int32: the lists, if `draws` */
   FLCE_BUF_SAMPLE_ORDER, /* the sampled entries ordered by class (order_samples) */
   FLCE_BUF_COLUMN_SUM,   /* scratch of column_sum */
   FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
@@ -174,6 +175,7 @@ typedef struct flce_plan {
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
   bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
+  bool draws;             /* a sampled divergence: the forward draws from dz, save=grads */
   bool compares;          /* a divergence: the forward reads its logits and a teacher's */
   int64_t z_pitch,        /* of the logits, elements of z_dtype */
       out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
@@ -243,6 +245,11 @@ flce_status flce_check_loss(const flce_problem* problem);
  * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order
  * of its rows) is decided for a rank with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
+                           flce_plan* plan);
+/* The same, with the backward as it will be, for flce.plan: no call executes it. Where the forward
+ * of a divergence makes no gradients (save=stats, losses of rows), the backward is a second call,
+ * which makes the gradients of a sum; with class_gradient it gets that of the classes' logits. */
+flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 
 /* Pure: no allocation, no device call. FLCE_INVALID_ARGUMENT if a size, dtype or parameter is out

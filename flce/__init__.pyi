@@ -210,6 +210,8 @@ def plan(
     ranks: int = 1,
     sequence: bool = False,
     reduce_dtype: dtype | None = None,
+    teacher_hidden: int | None = None,
+    teacher_logits: int | dtype | None = None,
     return_lse: bool = False,
     return_entropy: bool | Literal["detached"] = False,
     return_predictions: bool = False,

@@ -196,7 +196,7 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     ctx.overwritten = may_write
     if any(grad is not None for grad in in_place):
         _scale_untracked(*in_place, grad_output, scalars)
-    if ctx.accumulator and made[1] is not None:  # of linear_loss
+    if ctx.accumulator and made[1] is not None:  # of linear_loss or a divergence
         if ctx.accumulator.should_accumulate(ctx.next_functions[1][0]):
             made[1] = ctx.accumulator.add(made[1])
     return tuple(made)
@@ -229,8 +229,8 @@ class LinearDivergence(torch.autograd.Function):
     grad_output is a factor of the rows. `tensors`, `lists`: the operator's other arguments."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, loss, tensors, lists):
-        ctx.lists, ctx.loss_shape, ctx.accumulator = lists, loss.shape, None
+    def forward(ctx, input, linear_weight, linear_bias, loss, tensors, lists, accumulator):
+        ctx.lists, ctx.loss_shape, ctx.accumulator = lists, loss.shape, accumulator
         ctx.owned, ctx.overwritten = True, False
         leaves = input, linear_weight, linear_bias
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
@@ -278,15 +278,19 @@ def _apply_cross_entropy_forward(made, logits, target, *rest):
     return CrossEntropy.apply(logits, made, None, rest[4:], (target, *rest[:3]))
 
 
-def apply_divergence(made, input, linear_weight, target, linear_bias, *rest, count=None):
+def apply_divergence(
+    made, input, linear_weight, target, linear_bias, *rest, count=None, accumulator=None
+):
     """The outputs `made` of flce::divergence of these arguments, joined to autograd."""
     loss, scalars, *grads = made
-    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[8:])
+    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[9:])
     if all(grad is None for grad in grads):
-        loss = LinearDivergence.apply(*leaves, loss, (target, *rest[:7]), (rest[7], *lists))
+        of_call = loss, (target, *rest[:8]), (rest[8], *lists), accumulator
+        loss = LinearDivergence.apply(*leaves, *of_call)
         return loss, *made[1:]
     outputs = [loss, None, scalars, None, None, *grads, None, None]
-    outputs = LinearCrossEntropy.apply(*leaves, outputs, count, lists, (None,) * 5, None, None)
+    of_call = outputs, count, lists, (None,) * 5, accumulator, None
+    outputs = LinearCrossEntropy.apply(*leaves, *of_call)
     return outputs if count else (outputs[0], outputs[2], *outputs[5:8])
 
 

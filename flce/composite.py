@@ -257,6 +257,8 @@ def linear_divergence_of(input, linear_weight, target, *others):
     leaves = input, linear_weight, bias
     needs = [grad and leaf is not None and leaf.requires_grad for leaf in leaves]
     _, *vectors, num_items = _loss_tensors(packed, tensors, target, input, linear_weight)
+    accumulates = packed.accumulate_into is not None and needs[1]
+    into = Accumulator(linear_weight, packed.accumulate_into) if accumulates else None
     if packed.shift or "cu_seqlens" in tensors:
         offsets = tensors.get("cu_seqlens")
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
@@ -272,9 +274,12 @@ def linear_divergence_of(input, linear_weight, target, *others):
         most = fakes.described(input, linear_weight, target, bias, lists).classes
         validate.check_target_range("target", target, most, packed.ignore_index)
     teacher = [one if one is None else one.detach() for one in teacher]
-    operands = input, linear_weight, target, bias, *vectors, num_items, *teacher, numbers, *lists
+    vectors = *vectors, num_items, _seed(packed, tensors, input)
+    operands = input, linear_weight, target, bias, *vectors, *teacher, numbers, *lists
     made = operators.run(operators.inner.divergence.default, *operands)
-    return list(autograd.apply_divergence(made, *operands, count=1) if any(needs) else made)[:1]
+    if any(needs):
+        made = autograd.apply_divergence(made, *operands, count=1, accumulator=into)
+    return list(made)[:1]
 
 
 def cross_entropy_of(logits, target, given):

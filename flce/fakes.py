@@ -174,12 +174,12 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
 
 
 def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
-    valid_vocab, rows, integers, *others = lists_of(rest[8:])
+    valid_vocab, rows, integers, *others = lists_of(rest[9:])
     shape = _check_call(input, linear_weight, target, linear_bias, integers, None, *rest[:3])
-    teacher, gives_logits = rest[3], rest[4] is None
+    teacher, gives_logits = rest[4], rest[5] is None
     first = "teacher_logits" if gives_logits else "teacher_input"
     names = first, "teacher_weight", "teacher_bias", "teacher_temperature"
-    for name, tensor in zip(names, rest[3:7], strict=True):
+    for name, tensor in zip(names, rest[4:8], strict=True):
         if tensor is not None:
             check_same_device(name, tensor, "input", input)
     leading = shape if gives_logits else input.shape[:-1]
@@ -246,9 +246,10 @@ def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
 @register_flop_formula([inner.divergence, inner.graph_divergence], get_raw=True)
 def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
     made = sum(grad is not None for grad in out_val[2:4])
-    (teacher, weight), lists = rest[4:6], lists_of(rest[9:])
-    flops = _gemm_flops(input, linear_weight, target, lists, 1 + made)
-    return flops + _gemm_flops(teacher, linear_weight, target, lists, weight is not None)
+    (teacher, weight), lists = rest[5:7], lists_of(rest[10:])
+    entries = math.ceil(1 / lists[3][-1]) if value_of(lists[2], "gradient") else None
+    counts = (input, 1, None), (input, made, entries), (teacher, weight is not None, None)
+    return sum(_gemm_flops(x, linear_weight, target, lists, *count) for x, *count in counts)
 
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)

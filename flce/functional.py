@@ -57,7 +57,7 @@ def _call(name, known, operands, options):
     try:
         if accumulates:
             # torch.compile would trace it after the graph break at refuse_tracing.
-            made = validate.untraced(composite.linear_cross_entropy_of)(*operands, options)
+            made = validate.untraced(_KERNELS[name])(*operands, options)
         elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
             made = _through_operator(name, operands, options)
         else:
@@ -339,7 +339,7 @@ def divergence_of(*operands, **options):
 OF_DIVERGENCE = {name: _ALL[name] for name in table.OF_DIVERGENCE}
 ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 # A shift would have to move the ids of a row too.
-_OF_LOGPROBS_AT = {
+OF_LOGPROBS_AT = {
     name: OF_LOGPROBS[name] for name in OF_LOGPROBS if name not in ("shift", "cu_seqlens")
 }
 
@@ -366,7 +366,7 @@ def linear_logprobs_at(input, linear_weight, ids, **options: Unpack[Options]):
     >>> flce.linear_logprobs_at(x, W, ids).exp()
     tensor([[0.0625, 0.0625, 1.0000]])
     """
-    table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
+    table.check_names("linear_logprobs_at", OF_LOGPROBS_AT, options)
     return logprobs_at_of(input, linear_weight, ids, options)
 
 
@@ -444,4 +444,4 @@ _PUBLIC["linear_divergence"] = divergence_of
 table.show_options(linear_cross_entropy, _ALL)
 table.show_options(cross_entropy, _OF_LOGITS)
 table.show_options(linear_logprobs, OF_LOGPROBS)
-table.show_options(linear_logprobs_at, _OF_LOGPROBS_AT)
+table.show_options(linear_logprobs_at, OF_LOGPROBS_AT)

@@ -239,7 +239,7 @@ OF_CALL |= dict.fromkeys((*GRADIENTS, "allow_tf32"), 0)
 # index in DTYPES, or -1 for None.
 OPERANDS = {"on_cpu": 0, "tokens": 0, "hidden": 8, "weight_rows": 1, "rows": 0}
 OPERANDS |= {"input_dtype": 1, "weight_dtype": 1, "bias_dtype": -1, "added_dtype": -1}
-OPERANDS |= {"probabilities": 0}
+OPERANDS |= {"probabilities": 0, "classes": 0, "teacher_hidden": 0, "teacher_logits": -1}
 # Of a flce.VocabParallel.
 SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
 NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
@@ -254,7 +254,8 @@ TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?"
 # Of flce.linear_divergence.
 OF_DIVERGENCE = ("linear_bias", "reduction", "ignore_index", "softcap", "logit_scale")
 OF_DIVERGENCE += ("temperature", "token_weight", "num_items", "shift", "cu_seqlens", "valid_vocab")
-OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "vocab_parallel")
+OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient", "gradient_eps")
+OF_DIVERGENCE += ("gradient_seed", "accumulate_into", "vocab_parallel")
 
 
 def _choice(name, value):

@@ -87,6 +87,7 @@ class _DivergenceOptions(_Curve, _Sharded, total=False):
     save: Save
     max_memory: int | str | None
     gradient: Gradient
+    accumulate_into: Literal["grad", "main_grad"] | None
 
 class _NemoOptions(_Computation, _Sharded, total=False):
     label_smoothing: float

@@ -67,6 +67,7 @@ class Plan:
 _OPTIONS = table.defaults("of_module")
 del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
 _OPTIONS |= dict.fromkeys(("return_lse", "return_entropy", "return_predictions"), False)
+_OF_DIVERGENCE = {name: _OPTIONS[name] for name in _OPTIONS if name in table.OF_DIVERGENCE}
 
 
 def plan(
@@ -86,6 +87,8 @@ def plan(
     ranks=1,
     sequence=False,
     reduce_dtype=None,
+    teacher_hidden=None,
+    teacher_logits=None,
     **options,
 ):
     """The `Plan` of a call of these sizes: strategy, chunks, number of GEMMs, bytes of each buffer.
@@ -104,6 +107,9 @@ def plan(
         ranks: the plan is that of one of `ranks` that divide the vocabulary equally, with the
             collectives of a call; tokens and vocab are those of all.
         sequence, reduce_dtype: as in VocabParallel.
+        teacher_hidden, teacher_logits: of `linear_divergence`, whatever its divergence: the hidden
+            size of a teacher's head; or the dtype of given logits, or K of (ids,
+            log-probabilities), where torch's operations on (N, K) are not in the plan.
         **options: those of the Modules, return_lse, return_entropy and return_predictions, as in
             `linear_cross_entropy`; accumulate_into is for a .grad that exists already, or for a
             float32 .main_grad.
@@ -114,7 +120,8 @@ def plan(
     >>> flce.plan(1024, 64, 1000, device="cpu", dtype=torch.bfloat16, max_memory="1MiB").chunks
     2
     """
-    given, options = locals(), table.completed("plan", _OPTIONS, options)
+    given, has_teacher = locals(), (teacher_hidden, teacher_logits) != (None, None)
+    options = table.completed("plan", _OF_DIVERGENCE if has_teacher else _OPTIONS, options)
     gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)
     kind, _, index = gpu.partition(":")
     index = int(index) if index.isdecimal() else 0
@@ -137,28 +144,45 @@ def plan(
     if not isinstance(probabilities, bool) and probabilities not in (None, *table.DTYPES):
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))
+    teacher = _teacher_of(teacher_hidden, teacher_logits)
+    if "classes" in teacher:
+        options |= {"reduction": "none", "return_lse": True}
     if ranks > 1:
         flags = int(sequence), 0, int(reduce_dtype is not None)
         options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
     packed, _ = table.split(options)
     added, attribute = -1, grad_weight and options["accumulate_into"]
-    if attribute:  # float64 comes before float32
+    if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
         added = w_code if attribute == "grad" else min(w_code, table.DTYPES.index(torch.float32))
     # The GEMMs' dtype is that of autocast whether or not it is on.
     of_call = {"autocast": own, "accumulates": added >= 0, "grad_bias": bias}
     of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
+    of_call["class_gradient"] = "classes" in teacher
     integers = packed.integers_with(*packed.memory(gpu or device), **of_call)
     integers = table.replaced(integers, consumes_saved=True)
     sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
     sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
-    dtypes = {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added}
-    dtypes["bias_dtype"] = w_code if bias else -1
+    sizes |= {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added, **teacher}
+    sizes["bias_dtype"] = w_code if bias else -1
     sizes |= {"on_cpu": kind == "cpu", "probabilities": bool(probabilities)}
-    lists = table.operands_of(**sizes, **dtypes), packed.valid_vocab, integers, packed.numbers
+    lists = table.operands_of(**sizes), packed.valid_vocab, integers, packed.numbers
     fields, *rest = operators.run_plain(torch.ops.flce.plan.default, gpu, index, *lists)
     made = dict(zip(("sampled_time", "text"), rest, strict=True), **json.loads(fields))
     made["collectives"] = {name: Collective(*one) for name, one in made["collectives"].items()}
     return Plan(**made)
+
+
+def _teacher_of(hidden, logits):
+    """The OPERANDS that a teacher adds."""
+    if hidden is not None:
+        if logits is not None:
+            validate.refuse("teacher_logits", "None with teacher_hidden", repr(logits))
+        return {"teacher_hidden": validate.check_integer("teacher_hidden", hidden, 1)}
+    if isinstance(logits, torch.dtype):
+        return {"teacher_logits": table.code_of("teacher_logits", logits)}
+    if logits is None:
+        return {}
+    return {"classes": validate.check_integer("teacher_logits", logits, 1)}
 
 
 table.show_options(plan, _OPTIONS)

@@ -359,6 +359,30 @@ def test_distill(scripts, tmp_path, near):
         assert max(errors) < (5e-3 if near and row["contestant"] == "eager" else 1e-4)
 
 
+def test_distill_sweep(scripts, tmp_path):
+    """A length that would not fit is left out; the table and the picture have the others."""
+    path, page = tmp_path / "record.json", tmp_path / "page.md"
+    operands = 4 * 16 * (2 * 48 + 2 * 200)  # of the last length
+    common = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--json", str(path)]
+    common += ["--without", "compile", "--kinds", "jsd", "--sweep", "12", "24", "48"]
+    scripts("distill").main(["24x16x200", *common, "--memory", str(operands + 250_000)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["tokens"] for row in rows] == 3 * [12] + 3 * [24] + 3 * [48]
+    (left,) = [row for row in rows if "ms" not in row]
+    assert left["contestant"] == "eager" and left["would_take_bytes"] > 250_000
+    assert all(row["ms"] > 0 and row["peak_bytes"] < 250_000 for row in rows if row is not left)
+    page.write_text("before\n<!-- sweep -->\nold\n<!-- end of sweep -->\nafter\n")
+    out = tmp_path / "sweep.svg"
+    scripts("distill_plot").main([str(path), "--out", str(out), "--docs", str(page)])
+    lines = page.read_text().splitlines()
+    assert lines[3] == "| tokens | four GEMMs | eager | flce |" and lines[-1] == "after"
+    assert lines[7].startswith("| 48 | ") and "does not fit: 0 GB" in lines[7]
+    texts = [one.text for one in ElementTree.parse(out).getroot().iter() if one.text]
+    assert {"JSD of a student's head from a teacher's", "eager", "flce", "48"} <= set(texts)
+    shapes = [one.tag.split("}")[1] for one in ElementTree.parse(out).getroot()]
+    assert shapes.count("circle") == 2 * 2 + 2 and shapes.count("rect") == 1 + 2 * 3
+
+
 @pytest.mark.parametrize("arguments", [("shapes",), ("24x16x200", "--dtype", "float32")])
 def test_soak(scripts, tmp_path, arguments):
     """Every checkpoint has its figures; a growth, an error and a drift are named."""

@@ -82,7 +82,7 @@ def test_no_logits_are_made(loss_of):
 
 @pytest.mark.parametrize("loss_of", (batchmean, masked))
 @pytest.mark.parametrize(
-    "option", ({"save": "grads"}, {"save": "logits"}, {"valid_bound": 1}, {"gradient": "sampled"})
+    "option", ({"save": "grads"}, {"save": "logits"}, {"valid_bound": 1}, {"z_loss": 1.0})
 )
 def test_options_that_no_divergence_has_are_dropped(loss_of, option):
     student, teacher = pair()
@@ -120,3 +120,17 @@ def test_an_adapter_falls_back():
         with pytest.warns(UserWarning, match="a divergence of an adapter"):
             fused_run = step(student, teacher, batchmean)
     equal_runs(fused_run, expected)
+
+
+def test_accumulate_into():
+    student, teacher = pair()
+    loss, grads = step(student, teacher, masked)
+    weight = student.lm_head.weight
+    weight.main_grad = torch.zeros_like(weight)
+    options = {"when": "always", "strict": True, "accumulate_into": "main_grad"}
+    with flce.fuse(student, **options), flce.fuse(teacher, when="always"):
+        fused_loss, fused_grads = step(student, teacher, masked)
+    index = next(i for i, p in enumerate(student.parameters()) if p is weight)
+    assert fused_grads[index] is None
+    fused_grads[index] = weight.main_grad
+    equal_runs((fused_loss, fused_grads), (loss, grads))

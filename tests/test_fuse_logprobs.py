@@ -124,6 +124,7 @@ FORMS = {
     "logsumexp": (lambda z, y: z.logsumexp(dim=(-1,)), 1),
     "shifted": (lambda z, y: F.pad(log_p(z[:, :-1], y[:, 1:]), (1, 0)), 1),
     "flat": (lambda z, y: log_p(z.view(-1, z.shape[-1]), y.flatten()).view(y.shape), 1),
+    "squeezed": (lambda z, y: log_p(z.unsqueeze(0).squeeze(0), y), 1),
     "flattened late": (
         lambda z, y: z.log_softmax(-1).flatten(0, 1).gather(1, y.view(-1, 1)).reshape(y.shape),
         1,

@@ -99,10 +99,15 @@ def compare(rank, sequence, dtype, wants, options):
     w = torch.randn(rows, HIDDEN).to(dtype)
     x.requires_grad_("input" in wants), w.requires_grad_("weight" in wants)
     y = torch.arange(tokens) % VOCAB
-    made = []
+    knobs, made = {"vocab_parallel": vp, **options}, []
+    hidden = knobs.pop("teacher_hidden", None)
+    teacher = [torch.randn(len(one), hidden or 0).to(dtype) for one in (x, w)]
 
     def forward():
-        made.append(flce.linear_cross_entropy(x, w, y, vocab_parallel=vp, **options))
+        if hidden:
+            made.append(flce.linear_divergence(x, w, *teacher, target=y, **knobs))
+        else:
+            made.append(flce.linear_cross_entropy(x, w, y, **knobs))
 
     def backward():
         made[0].sum().backward()
@@ -136,6 +141,8 @@ def test_as_counted():
             {"save": "logits"},
             {"save": "stats", "max_memory": budget, "label_smoothing": 0.1},
             {"reduction": "none"},
+            {"teacher_hidden": 24, "max_memory": budget},
+            {"teacher_hidden": 24, "max_memory": budget, "save": "stats"},
         ],
     ):
         compare(rank, *case)

@@ -95,6 +95,23 @@ def divergence_near_its_teacher(ranks):
         ranks.agree(f"dW {kind}", made[2], one[2][classes], 1e-3)
 
 
+@on(2, 4)
+def sampled_divergences(ranks):
+    """Each rank draws from its own classes; with so small an eps the sum is near the exact one."""
+    case, ends = make(torch.float32), UNEVEN if ranks.ranks == 4 else None
+    head, _ = teacher_of(TOKENS, case.dtype)
+    own, classes = ranks.divided(case, ends), ranks.classes(VOCAB, ends)
+    vp = {"vocab_parallel": ranks.parallel(VOCAB, ends), **own.options}
+    drawn = {"gradient": "sampled", "gradient_eps": 2**-12, "gradient_seed": 1}
+    for kind in KINDS:
+        call = {"upstream": torch.ones(1), "divergence": kind, **head}
+        one = outcome(case.input, case.linear_weight, case.target, **call, **case.options)
+        made = outcome(own.input, own.linear_weight, own.target, **call, **vp, **drawn)
+        ranks.agree(f"loss {kind}", made[0], one[0], 1e-5)
+        ranks.agree(f"dX {kind}", made[1], one[1], 0.05)
+        ranks.agree(f"dW {kind}", made[2], one[2][classes], 0.05)
+
+
 @on(2)
 def divergence_of_dtensors(ranks):
     from torch.distributed.device_mesh import init_device_mesh

@@ -189,7 +189,7 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
   try {
     expect_device("input", given.input, call->id, "input");
     bind_operands({given.input, *given.linear_weight, given.linear_bias}, call);
-    flce::choose_dtypes(options, problem);
+    choose_teacher_dtypes(options, problem);
     ScalarType own = to_scalar_type(student.problem.dtype);
     if (problem->dtype != student.problem.dtype)
       refuse("input", "the dtype of the student's, " + dtype_text(own),
@@ -223,11 +223,8 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   expect_shape("teacher_logits", logits, shape, ", a logit for each class");
   expect_device("teacher_logits", logits, call->id, "input");
   flce_dtype dtype = to_dtype(logits.scalar_type(), "teacher_logits");
-  if ((dtype == FLCE_F64) != (problem->dtype == FLCE_F64)) dtype = flce_stat_dtype(problem->dtype);
-  problem->dtype = problem->input_dtype = problem->weight_dtype = problem->bias_dtype = dtype;
-  problem->gives_logits = true;
-  problem->has_bias = problem->input_is_sharded = false;
-  problem->hidden = std::max<int64_t>(columns, 1);
+  give_logits(dtype, columns, problem);
+  dtype = problem->dtype;
   bool whole = has_all_classes(*problem, columns);
   int64_t first = whole ? problem->first_class : 0;
   if (!whole) problem->weight_rows = columns;
@@ -237,6 +234,30 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
 }
 
 }  // namespace
+
+flce_problem teacher_of(const flce_problem& student) {
+  flce_problem problem = student;
+  problem.reduction = FLCE_SUM;
+  problem.save = FLCE_SAVE_NOTHING;
+  problem.want_grad_input = problem.want_grad_weight = problem.want_grad_bias = false;
+  return problem;
+}
+
+void choose_teacher_dtypes(const PackedOptions& options, flce_problem* teacher) {
+  choose_dtypes(options, teacher);
+  teacher->accum_dtype = teacher->dtype;
+  teacher->logits_dtype = flce_stat_dtype(teacher->dtype);
+}
+
+void give_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher) {
+  if ((dtype == FLCE_F64) != (teacher->dtype == FLCE_F64)) dtype = flce_stat_dtype(teacher->dtype);
+  teacher->dtype = teacher->input_dtype = teacher->weight_dtype = teacher->bias_dtype = dtype;
+  teacher->accum_dtype = dtype;
+  teacher->logits_dtype = flce_stat_dtype(dtype);
+  teacher->gives_logits = true;
+  teacher->has_bias = teacher->input_is_sharded = false;
+  teacher->hidden = std::max<int64_t>(columns, 1);
+}
 
 void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
   flce_dtype own = problem->input_dtype, weight = problem->weight_dtype, bias = problem->bias_dtype;
@@ -293,16 +314,13 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
   student->problem.beta = numbers[1];
   student->problem.hard_weight = numbers[2];
   Call call;
-  call.problem = student->problem;
+  call.problem = teacher_of(student->problem);
   call.id = student->id;
   call.shape = student->shape;
   flce_problem* problem = &call.problem;
   problem->loss.softcap = numbers[3];
   problem->loss.logit_scale = numbers[4];
   problem->loss.temperature = numbers[5];
-  problem->reduction = FLCE_SUM;
-  problem->save = FLCE_SAVE_NOTHING;
-  problem->want_grad_input = problem->want_grad_weight = problem->want_grad_bias = false;
   if (!given.linear_weight && given.linear_bias)
     refuse("teacher_bias", "None with teacher_logits, which contain it",
            "shape " + shape_of_text(*given.linear_bias));
@@ -313,8 +331,6 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
   problem->has_temperature = given.temperature.has_value();
   call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
                                          ", a number for each row of input", &call);
-  problem->accum_dtype = problem->dtype;
-  problem->logits_dtype = flce_stat_dtype(problem->dtype);
   int64_t own = student->problem.weight_rows, vocab = problem->vocab, rows = problem->weight_rows;
   if (rows != own && (vocab == own || rows < vocab)) /* beyond valid_vocab they may differ */
     refuse(problem->gives_logits ? "teacher_logits" : "teacher_weight",

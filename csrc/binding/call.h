@@ -68,6 +68,14 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
 /* The teacher's part of a call of a divergence, to which it is added. */
 Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
 
+/* The problem of a divergence's teacher before its operands: it has the student's rows and classes,
+ * and makes no gradients. */
+flce_problem teacher_of(const flce_problem& student);
+/* The dtypes of its GEMM and logits from those of its operands. */
+void choose_teacher_dtypes(const PackedOptions& options, flce_problem* teacher);
+/* Makes it that of given logits of this dtype, float64 only where the student's operands are. */
+void give_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher);
+
 /* Sets the dtypes of the GEMMs, of dW's sum and of the logits from those of the operands. */
 void choose_dtypes(const PackedOptions& options, flce_problem* problem);
 

@@ -95,9 +95,9 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
           classes.logits, classes.classes};
 }
 
-/* Binds the seed of the draw, which save=samples needs. */
-void bind_seed(const OptionalTensor& seed, Call* call) {
-  if (call->problem.save != FLCE_SAVE_SAMPLES) return;
+/* Binds the seed of the draw. */
+void bind_seed(const OptionalTensor& seed, const flce_plan& plan, Call* call) {
+  if (plan.save != FLCE_SAVE_SAMPLES && !plan.draws) return;
   if (!seed) refuse("seed", "a tensor with gradient=\"sampled\"", "None");
   if (seed->numel() != 1) refuse("seed", "one element", "shape " + shape_text(shape_of(*seed)));
   expect_type("seed", *seed, ScalarType::Long);
@@ -120,7 +120,7 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
     refuse("topk", "0 with classes", std::to_string(call.problem.topk));
   flce_plan plan = device.plan(call.problem);
   call.problem.save = plan.save;
-  bind_seed(seed, &call);
+  bind_seed(seed, plan, &call);
   try {
     return run_forward(device, plan, input, group, &call);
   } catch (const Failure& failure) {
@@ -132,7 +132,7 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
 std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> divergence(
     Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
     OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor num_items,
-    Tensor teacher_input, OptionalTensor teacher_weight, OptionalTensor teacher_bias,
+    OptionalTensor seed, Tensor teacher_input, OptionalTensor teacher_weight, OptionalTensor teacher_bias,
     OptionalTensor teacher_temperature, std::vector<double> teacher,
     std::optional<int64_t> valid_vocab, std::optional<int64_t> rows, std::vector<int64_t> integers,
     std::vector<double> numbers, std::optional<std::string> group) {
@@ -149,6 +149,7 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   call.problem.save = plan.save;
+  bind_seed(seed, plan, &call);
   try {
     auto [loss, stats, scalars, predictions, saved, grad_input, grad_weight, grad_bias, logits,
           classes] = run_forward(device, plan, input, group, &call);
@@ -390,8 +391,8 @@ FLCE_LIBRARY(m) {
       "Tensor? class_logits, Tensor? top_classes)");
   m.def(
       "divergence(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
-      "Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, Tensor teacher_input, "
-      "Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_temperature, "
+      "Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, Tensor? seed, "
+      "Tensor teacher_input, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_temperature, "
       "float[] teacher, " OPTIONS_SCHEMA
       ") -> (Tensor loss, Tensor? scalars, Tensor? grad_input, Tensor? grad_weight, "
       "Tensor? grad_bias)");

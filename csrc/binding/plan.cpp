@@ -25,6 +25,9 @@ enum OperandSlot {
   kBiasDtype,
   kAddedDtype, /* of the gradient to which dW is added */
   kProbabilities,
+  kClasses,       /* of each row, whose logits are an output */
+  kTeacherHidden, /* of a divergence's teacher, 0 for none */
+  kTeacherLogits, /* dtype of its logits, where they are given */
   kOperandSlots
 };
 
@@ -32,7 +35,7 @@ flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int6
                         const PackedOptions& options) {
   if (operands.size() != kOperandSlots)
     refuse("operands", std::to_string(kOperandSlots) + " values", std::to_string(operands.size()));
-  for (size_t slot : {kInputDtype, kWeightDtype, kBiasDtype, kAddedDtype})
+  for (size_t slot : {kInputDtype, kWeightDtype, kBiasDtype, kAddedDtype, kTeacherLogits})
     if (operands[slot] < (slot < kBiasDtype ? 0 : -1) || operands[slot] > FLCE_F16)
       refuse("operands", "the index of a dtype", std::to_string(operands[slot]));
   flce_problem problem = options.problem;
@@ -49,6 +52,7 @@ flce_problem problem_of(const std::vector<int64_t>& operands, std::optional<int6
   if (problem.adds_grad_weight)
     problem.added_dtype = static_cast<flce_dtype>(operands[kAddedDtype]);
   problem.has_probabilities = operands[kProbabilities] != 0;
+  if (operands[kClasses] > 0) problem.row_classes = operands[kClasses];
   check(
       flce_find_classes(&problem, options.start, options.vocab, valid_vocab.value_or(FLCE_ABSENT)));
   choose_dtypes(options, &problem);
@@ -134,6 +138,25 @@ std::vector<double> find_gpu(std::string text) {
           static_cast<double>(gpu.memory), gpu.multiply_adds, gpu.bandwidth};
 }
 
+/* The problem of the teacher, where `operands` name one; `student` becomes that of a divergence. */
+std::optional<flce_problem> add_teacher(const std::vector<int64_t>& operands,
+                                        const PackedOptions& options, flce_problem* student) {
+  int64_t hidden = operands[kTeacherHidden], logits = operands[kTeacherLogits];
+  if (hidden == 0 && logits < 0) return std::nullopt;
+  student->divergence = FLCE_FORWARD_KL; /* no size depends on which one it is */
+  student->beta = 0.5;
+  flce_problem problem = teacher_of(*student);
+  if (logits >= 0) {
+    give_logits(static_cast<flce_dtype>(logits), student->weight_rows, &problem);
+    return problem;
+  }
+  problem.hidden = hidden;
+  problem.has_bias = false;
+  choose_teacher_dtypes(options, &problem);
+  check_elements(problem);
+  return problem;
+}
+
 /* The plan's fields in JSON, its sampled_time, and its text. `gpu`: one that need not be there, as
  * flce_find_gpu takes it; empty for the CPU or the CUDA device of that index. */
 std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t device_index,
@@ -144,19 +167,21 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(operands, valid_vocab, options);
   check_elements(problem);
+  std::optional<flce_problem> teacher = add_teacher(operands, options, &problem);
+  if (teacher) problem.teacher = &*teacher;
   flce_plan made;
   if (!gpu.empty()) {
     flce_gpu absent = gpu_of(gpu);
     flce_backend backend;
     flce_gpu_backend(&absent, &backend);
-    check(flce_plan_call(&backend, &problem, &made));
+    check(flce_plan_step(&backend, &problem, &made));
     return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
   }
   bool cpu = operands[kOnCpu] != 0;
   DeviceId id = {cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
                  static_cast<int32_t>(device_index)};
   Device device(id, options.allow_tf32);
-  made = device.plan(problem);
+  check(flce_plan_step(device.table(), &problem, &made));
   return {text_of(flce_plan_json, made), made.sampled_time, text_of(flce_plan_text, made)};
 }
 

@@ -66,7 +66,7 @@ static flce_status check_samples(const flce_problem* problem) {
   flce_save save = problem->save;
   bool sampled = problem->sampled || save == FLCE_SAVE_SAMPLES, unset = eps == 0.0 && !sampled;
   bool exact = save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_GRADS || save == FLCE_SAVE_STATS;
-  EXPECT(!sampled || !exact, "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"",
+  EXPECT(!sampled || !exact || problem->teacher, "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"",
          flce_save_name(save));
   EXPECT(unset || (eps >= FLCE_LEAST_EPS && eps <= 1.0),
          "gradient_eps: expected from 2**-12 to 1, got %s", number_text(eps, text));
@@ -184,7 +184,6 @@ static flce_status check_teacher(const flce_problem* problem) {
   EXPECT(hard >= 0.0 && hard <= 1.0, "hard_weight: expected 0 <= hard_weight <= 1, got %g", hard);
   EXPECT(!problem->has_probabilities,
          "target: expected class indices with a divergence, got probabilities");
-  EXPECT(!problem->sampled, "gradient: expected \"exact\" with a divergence, got \"sampled\"");
   EXPECT(problem->save != FLCE_SAVE_LOGITS,
          "save: expected \"auto\", \"grads\" or \"stats\" with a divergence, got \"logits\"");
   EXPECT(hard == 0.0 || (problem->loss.temperature == 1.0 && !problem->has_temperature),

@@ -70,7 +70,7 @@ static chunk open_chunk(const execution* e, int64_t first, int64_t chunk_rows, f
 
 /* E or dz overwrites the logits; each row starts at the address of its row of logits. */
 static void set_out_in_place(const execution* e, flce_rows* view) {
-  flce_dtype dtype = e->plan->form == FLCE_FORM_EXP ? e->plan->exp_dtype : e->plan->dtype;
+  flce_dtype dtype = e->plan->exp_dtype;
   int64_t ratio = flce_size_of(view->z_dtype) / flce_size_of(dtype);
   set_out(view, (void*)view->z, dtype, view->z_pitch * ratio, e->plan->out_pitch);
 }
@@ -303,6 +303,7 @@ static flce_status compare_rows(const execution* e, const chunk* c, bool gradien
                                .beta = e->problem->beta,
                                .hard_weight = e->problem->hard_weight,
                                .sums = true,
+                               .draws = gradients && e->plan->draws,
                                .writes = true};
   return flce_divergence_rows(e, c, &call);
 }
@@ -318,6 +319,7 @@ static flce_status forward_gradients(const execution* e, const chunk* c) {
     FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
   if (e->plan->compares) {
     FLCE_TRY(compare_rows(e, c, true));
+    if (e->plan->draws) return e->problem->vocab > 0 ? flce_sample_chunk(e, c) : FLCE_OK;
   } else if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -325,6 +327,13 @@ static flce_status forward_gradients(const execution* e, const chunk* c) {
   }
   if (!gemm_first) FLCE_TRY(flce_dx_gemm(e, c));
   return chunk_gradients(e, c);
+}
+
+/* The gradients of all rows from their lists of dz. */
+static flce_status drawn_gradients(const execution* e) {
+  chunk all = open_chunk(e, 0, e->problem->rows, e->plan->gathered_x);
+  FLCE_TRY(flce_row_coefficients(e, &all, &(flce_upstream){.of_dz = true}, NULL));
+  return flce_sampled_gradients(e, &all);
 }
 
 /* Computes FLCE_BUF_INDEX, if the plan gathers rows. */
@@ -434,7 +443,7 @@ static flce_status forward(execution* e, teacher_call* teacher) {
     FLCE_TRY(flce_begin_all_gather_statistics(e, &all));
     FLCE_TRY(flce_wait_all_gather_statistics(e, &all));
   }
-  if (gradients) FLCE_TRY(finish_gradients(e));
+  if (gradients) FLCE_TRY(plan->draws ? drawn_gradients(e) : finish_gradients(e));
   FLCE_TRY(class_logits(e));
   /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
    * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
@@ -515,11 +524,7 @@ static flce_status backward(execution* e) {
   if (plan->save == FLCE_SAVE_SAMPLES) {
     chunk all = open_chunk(e, 0, problem->rows, plan->backward_gathered_x);
     FLCE_TRY(coefficients(e, &all, upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
-    FLCE_TRY(flce_sampled_dx(e, &all));
-    FLCE_TRY(flce_begin_all_to_all_dx(e));
-    FLCE_TRY(flce_begin_all_gather_dx(e));
-    FLCE_TRY(flce_sampled_class_gradients(e, &all));
-    return flce_wait_all_gather_dx(e);
+    return flce_sampled_gradients(e, &all);
   }
   for (int64_t first = 0; first < problem->rows; first += plan->backward_chunk_rows) {
     chunk c = open_chunk(e, first, plan->backward_chunk_rows, plan->backward_gathered_x);

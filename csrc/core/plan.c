@@ -38,6 +38,11 @@ static bool only_statistics(const flce_plan* plan) {
   return keeps_nothing && !plan->finds_classes && !plan->compares;
 }
 
+/* True if gradients are sums over lists, not GEMMs. */
+static bool draws_samples(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_SAMPLES || plan->draws;
+}
+
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
 static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
   return dtype == plan->dtype ||
@@ -146,7 +151,7 @@ static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype dtype) {
  * FLCE_SCALAR_DW_SCALE, with which no sum overflows and what underflows is negligible. */
 static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
-         problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16;
+         problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16 && !plan->draws;
 }
 
 /* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
@@ -228,7 +233,7 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
 /* The logits, what overwrites them, and what is saved of them. */
 static void choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  bool narrow = exp_form && plan->dtype == FLCE_F16;
+  bool narrow = (exp_form || plan->draws) && plan->dtype == FLCE_F16;
   plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
   flce_dtype wanted = narrow ? FLCE_F32 : problem->logits_dtype;
   plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
@@ -254,7 +259,7 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
   bool makes_both =
       problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
   plan->bias_parts = makes_both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
-  if (plan->save == FLCE_SAVE_SAMPLES || gemm_writes(plan, facts, plan->accum_dtype)) return;
+  if (draws_samples(plan) || gemm_writes(plan, facts, plan->accum_dtype)) return;
   int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows = min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
 }
@@ -266,6 +271,7 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->topk > 0;
   plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
+  plan->draws = plan->compares && problem->sampled && plan->save == FLCE_SAVE_GRADS;
   flce_form forward = choose_form(problem, plan->dtype);
   bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
                   problem->save != FLCE_SAVE_SAMPLES;
@@ -349,7 +355,8 @@ static bool copies_x(const flce_problem* problem, const flce_plan* plan) {
  * that exists in the same loop: the copy for dW is written when this one is no longer needed. */
 static void list_copied_x(const flce_problem* problem, flce_plan* plan) {
   bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
-  bool has_copy = problem->want_grad_weight && makes_gradients(problem) && copies_x(problem, plan);
+  bool has_copy = problem->want_grad_weight && makes_gradients(problem) &&
+                  copies_x(problem, plan) && !plan->draws;
   flce_buffer_id gradients = has_copy ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
   plan->gathered_x = plan->save == FLCE_SAVE_GRADS ? gradients : FLCE_BUF_GATHERED_X;
   plan->backward_gathered_x = gradients;
@@ -434,7 +441,7 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
                                     flce_plan* plan) {
   if (!makes_gradients(problem)) return;
   int64_t stat = flce_size_of(flce_stat_dtype(plan->dtype));
-  bool in_forward = plan->save == FLCE_SAVE_GRADS, samples = plan->save == FLCE_SAVE_SAMPLES;
+  bool in_forward = plan->save == FLCE_SAVE_GRADS, samples = draws_samples(plan);
   unsigned where = in_forward ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD;
   int64_t rows = in_forward ? plan->chunk_rows : plan->backward_chunk_rows;
   bool exp_form = plan->form == FLCE_FORM_EXP;
@@ -447,6 +454,9 @@ static void list_gradient_workspace(const flce_problem* problem, const flce_fact
   if (smooth || (problem->want_grad_bias && !samples))
     add_buffer(plan, FLCE_BUF_COLUMN_SUM, where, facts->column_sum_bytes);
   if (samples && of_classes) add_buffer(plan, FLCE_BUF_SAMPLE_ORDER, where, facts->sample_bytes);
+  if (plan->draws)
+    add_buffer(plan, FLCE_BUF_SAMPLES, where,
+               problem->rows * flce_sample_pitch(problem->gradient_eps) * (int64_t)sizeof(int32_t));
   if (samples) return;
   if (exp_form && of_classes) add_buffer(plan, FLCE_BUF_ORDER, where, facts->order_bytes);
   list_gradient_gemms(problem, plan, where, rows);
@@ -518,7 +528,7 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
   bool grads = plan->save == FLCE_SAVE_GRADS;
   int64_t others = problem->teacher && !problem->teacher->gives_logits;
-  plan->forward_gemms = plan->chunks * (1 + others + (grads ? gradients : 0));
+  plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
   int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
 }
@@ -532,8 +542,11 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   if (problem->input_is_sharded) {
     int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
     int64_t x = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
+    const flce_problem* teacher = problem->teacher; /* gathers its own */
+    bool both = teacher && teacher->input_is_sharded;
+    int64_t other = both ? x / problem->hidden * teacher->hidden : 0;
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
-        (flce_collective){1, backward, others * (1 + backward) * x};
+        (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
   bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
   int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
@@ -582,7 +595,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   assign_offsets(plan);
   count_gemms(problem, plan);
   count_collectives(problem, plan);
-  if (plan->save == FLCE_SAVE_SAMPLES)
+  if (draws_samples(plan))
     plan->sampled_time = estimate_sampled_time(problem, facts, plan);
   return FLCE_OK;
 }

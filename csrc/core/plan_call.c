@@ -1,5 +1,6 @@
 /* flce_plan_call: the plan of a call on a backend: its facts, the strategy, one size of chunks for
- * all ranks, and the workspace of a divergence's teacher. */
+ * all ranks, and the workspace of a divergence's teacher. flce_plan_step: that of a call and of
+ * the backward that flce.plan's caller will run. */
 #include "core/plan_call.h"
 
 #include "backend.h"
@@ -69,4 +70,63 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   problem.chunk_rows = plan->chunk_rows;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
   return make_with_teacher(backend, &problem, &facts, plan);
+}
+
+/* Replaces the backward of `plan` by what `other` does in the pass `as` (FLCE_IN_*). */
+static void replace_backward(const flce_plan* other, unsigned as, flce_plan* plan) {
+  bool own = as == FLCE_IN_BACKWARD;
+  plan->backward_chunk_rows = own ? other->backward_chunk_rows : other->chunk_rows;
+  plan->backward_chunks = own ? other->backward_chunks : other->chunks;
+  plan->backward_gemms = own ? other->backward_gemms : other->forward_gemms;
+  plan->backward_workspace_bytes =
+      own ? other->backward_workspace_bytes : other->forward_workspace_bytes;
+  plan->backward_peak_bytes = own ? other->backward_peak_bytes
+                                  : max64(other->forward_peak_bytes, other->backward_peak_bytes);
+  plan->peak_bytes = max64(plan->forward_peak_bytes, plan->backward_peak_bytes);
+  for (int id = 0; id < FLCE_BUF_COUNT; id++) {
+    flce_buffer* buffer = &plan->buffers[id];
+    const flce_buffer* from = &other->buffers[id];
+    buffer->lifetime &= ~(unsigned)FLCE_IN_BACKWARD;
+    if (from->lifetime & as) {
+      buffer->bytes = max64(buffer->bytes, from->bytes);
+      buffer->lifetime |= (from->lifetime & FLCE_OUTPUT) | FLCE_IN_BACKWARD;
+    }
+    if (!(buffer->lifetime & (FLCE_IN_FORWARD | FLCE_IN_BACKWARD))) *buffer = (flce_buffer){0};
+  }
+}
+
+/* A divergence whose backward is a second call. */
+static flce_status plan_two_calls(const flce_backend* backend, const flce_problem* given,
+                                  flce_plan* plan) {
+  flce_problem forward = *given, backward = *given;
+  flce_plan second;
+  forward.want_grad_input = forward.want_grad_weight = forward.want_grad_bias = false;
+  backward.save = FLCE_SAVE_GRADS;
+  backward.reduction = FLCE_SUM;
+  FLCE_TRY(flce_plan_call(backend, &forward, plan));
+  FLCE_TRY(flce_plan_call(backend, &backward, &second));
+  plan->save = FLCE_SAVE_STATS;
+  replace_backward(&second, FLCE_IN_FORWARD, plan);
+  for (int id = 0; id < FLCE_COLLECTIVES; id++) {
+    plan->collectives[id].backward = second.collectives[id].forward;
+    plan->collectives[id].bytes += second.collectives[id].bytes;
+  }
+  return FLCE_OK;
+}
+
+flce_status flce_plan_step(const flce_backend* backend, const flce_problem* given,
+                           flce_plan* plan) {
+  bool wants = given->want_grad_input || given->want_grad_weight || given->want_grad_bias;
+  bool later = given->save == FLCE_SAVE_STATS || given->reduction == FLCE_NONE;
+  FLCE_TRY(flce_check_problem(given));
+  if (given->teacher && wants && later) return plan_two_calls(backend, given, plan);
+  FLCE_TRY(flce_plan_call(backend, given, plan));
+  if (!given->class_gradient || !flce_has_backward(plan->save)) return FLCE_OK;
+  flce_problem backward = *given;
+  flce_plan second;
+  backward.save = plan->save;
+  backward.has_grad_classes = true;
+  FLCE_TRY(flce_plan_call(backend, &backward, &second));
+  replace_backward(&second, FLCE_IN_BACKWARD, plan);
+  return FLCE_OK;
 }

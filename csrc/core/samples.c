@@ -1,12 +1,15 @@
 /* save=samples: the forward draws the lists of the rows, the backward makes the gradients from
- * them. */
+ * them. Of a divergence the forward does both. */
 #include "core/samples.h"
 
 #include "core/gradients.h"
+#include "core/shards.h"
 
 /* The lists from a computed row on. */
 static int32_t* lists_from(const execution* e, int64_t row) {
-  return (int32_t*)e->tensors->saved + row * e->plan->saved_pitch;
+  int32_t* own = buffer_ptr(e, FLCE_BUF_SAMPLES);
+  return (own ? own : (int32_t*)e->tensors->saved) +
+         row * flce_sample_pitch(e->problem->gradient_eps);
 }
 
 flce_status flce_sample_chunk(const execution* e, const chunk* c) {
@@ -30,7 +33,7 @@ static flce_rows with_coef(const execution* e, const chunk* all) {
   return rows;
 }
 
-flce_status flce_sampled_dx(const execution* e, const chunk* all) {
+static flce_status sampled_dx(const execution* e, const chunk* all) {
   if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
   flce_rows rows = with_coef(e, all);
   CALL(e, sampled_grad_input,
@@ -81,7 +84,7 @@ static flce_status bias_from_samples(const execution* e, const flce_rows* rows, 
   return FLCE_OK;
 }
 
-flce_status flce_sampled_class_gradients(const execution* e, const chunk* all) {
+static flce_status class_gradients(const execution* e, const chunk* all) {
   const flce_problem* problem = e->problem;
   flce_rows rows = with_coef(e, all);
   if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
@@ -96,4 +99,12 @@ flce_status flce_sampled_class_gradients(const execution* e, const chunk* all) {
                                   .hidden = e->plan->weight_hidden});
   if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
   return problem->want_grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
+}
+
+flce_status flce_sampled_gradients(const execution* e, const chunk* all) {
+  FLCE_TRY(sampled_dx(e, all));
+  FLCE_TRY(flce_begin_all_to_all_dx(e));
+  FLCE_TRY(flce_begin_all_gather_dx(e));
+  FLCE_TRY(class_gradients(e, all));
+  return flce_wait_all_gather_dx(e);
 }

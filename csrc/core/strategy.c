@@ -8,6 +8,10 @@
  * (benchmarks/NOTES.md). */
 enum { SMALL_WEIGHT_BYTES = 128 << 20 };
 
+/* FLCE_SCALAR_LOSS_SCALE leaves room for |lse| up to 64 and a factor of 4: up to this z_loss an |lse|
+ * of 1500 does not overflow. */
+static const double F16_Z_LOSS = 0x1p-10;
+
 static flce_strategy always(flce_save save) {
   return (flce_strategy){.few = save, .some = save, .many = save};
 }
@@ -23,7 +27,7 @@ flce_save flce_known_strategy(const flce_problem* problem) {
   if (!problem->want_grad_input && !problem->want_grad_weight && !problem->want_grad_bias)
     return FLCE_SAVE_NOTHING;
   bool automatic = problem->save == FLCE_SAVE_AUTO;
-  if (automatic && problem->divergence != FLCE_NO_DIVERGENCE) return FLCE_SAVE_GRADS;
+  if (problem->divergence != FLCE_NO_DIVERGENCE) return automatic ? FLCE_SAVE_GRADS : problem->save;
   return problem->sampled ? FLCE_SAVE_SAMPLES : problem->save;
 }
 
@@ -38,9 +42,11 @@ void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
   bool gpu = facts->multiprocessors > 0;
   /* The forward must not make gradients in three cases: the backward adds to the caller's; a
    * compiled backward gets zeros in place of no gradient of lse or entropy, and would compute all
-   * again; float16 cannot hold the gradients of probabilities that are not normalized. */
+   * again; float16 cannot hold gradients whose size is not known before, of probabilities that are
+   * not normalized and of a large z-loss. */
+  bool unbounded = problem.has_probabilities || problem.loss.z_loss > F16_Z_LOSS;
   bool late = problem.accumulates || (problem.traced && problem.differentiates_outputs) ||
-              (problem.has_probabilities && kept.dtype == FLCE_F16);
+              (unbounded && kept.dtype == FLCE_F16);
   bool keeps_gradients = problem.reduction != FLCE_NONE && !late;
   if (gpu && keeps_gradients && problem.saves_memory && !problem.differentiates_outputs) {
     /* Gradients of lse or entropy would make save=grads recompute the logits. */

@@ -50,6 +50,10 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   } else {
     coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
   }
+  if (upstream->of_dz) {
+    coef[FLCE_COEF_ROW] = 1.0;
+    coef[FLCE_COEF_TARGET] = 0.0;
+  }
   coef[FLCE_COEF_SMOOTH] = a * k * per_class;
   coef[FLCE_COEF_VALID] = row_factor(rows->input_scale, stat, 0);
   coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;

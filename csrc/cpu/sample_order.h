@@ -33,7 +33,7 @@ static inline double sample_factor(const flce_rows* rows, int64_t i, const int32
   if (rows->wants_entropy)
     row -= (double)coef[FLCE_COEF_ENTROPY * rows->stat_pitch] *
            ((double)stats[FLCE_STAT_ENTROPY * rows->stat_pitch] + log((double)e * (double)inv_sum));
-  return row * (double)(e < least ? least : e);
+  return row * (double)(fabsf(e) < least ? copysignf(least, e) : e);
 }
 
 /* FLCE_INVALID_ARGUMENT if a list has a class beyond `vocab`, or more pairs than it has room for.

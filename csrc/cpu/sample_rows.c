@@ -24,7 +24,7 @@ static void sample_row(const sample_job* job, int64_t r, int64_t i, int32_t* lis
   const void* e = flce_const_at(rows->out, rows->out_dtype, r * rows->out_pitch);
   for (int64_t j = 0; j < rows->vocab && count < job->most; j++) {
     float value = (float)flce_load(e, rows->out_dtype, j);
-    sum += llrintf(fminf(value * inverse, 1.0f) * (float)one);
+    sum += llrintf(fminf(fabsf(value) * inverse, 1.0f) * (float)one);
     if (sum <= drawn) continue;
     drawn += one;
     count++;

@@ -54,12 +54,16 @@ def linear_divergence(
             softcap, logit_scale and temperature of the student's; temperature None: the student's.
         **options: as in `linear_cross_entropy`; the signature lists them. save: "auto" makes the
             gradients in the forward, but for reduction "none"; "stats" in the backward, which
-            computes all again. Gradients contain 1/temperature; no factor temperature^2 is applied.
+            computes all again. gradient="sampled": lists of each row's dz in place of the two GEMMs
+            of the gradients, unbiased (docs/sampled-reference.md). Gradients contain 1/temperature;
+            no factor temperature^2 is applied. accumulate_into: the backward adds linear_weight's
+            gradient there; made in the forward it is a tensor of its own until then, with the dtype
+            of linear_weight.
 
     Returns:
         The loss, float64 for float64 operands, else float32; shape (), or (...) for "none".
 
-    Raises: as `linear_cross_entropy`; gradient="sampled" is refused.
+    Raises: as `linear_cross_entropy`.
 
     >>> x, W, teacher_x, teacher_W = map(torch.randn, (5, 16, 5, 16), (8, 8, 4, 4))
     >>> loss = flce.linear_divergence(x, W, teacher_x, teacher_W)

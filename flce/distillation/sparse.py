@@ -6,7 +6,7 @@ import math
 import torch
 
 from .. import functional
-from ..options import CHOICES, code_of, ignore_index_of
+from ..options import CHOICES, check_names, code_of, ignore_index_of
 from ..validate import (
     check_constant,
     check_number,
@@ -68,7 +68,10 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
         refuse("reduction", f"one of {CHOICES['reduction']}", repr(reduction))
     factor, items = options.pop("token_weight", None), options.pop("num_items", None)
     _check(input, ids, logprobs, factor)
-    made = functional.linear_logprobs_at(input, linear_weight, ids, **options)
+    into = options.pop("accumulate_into", None)
+    check_names("linear_divergence", functional.OF_LOGPROBS_AT, options)
+    options["accumulate_into"] = into
+    made = functional.logprobs_at_of(input, linear_weight, ids, options)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
     pair = (one.to(made.dtype).masked_fill(absent, _NOTHING) for one in (made, logprobs))
     is_wide = made.dtype == logprobs.dtype == torch.float64

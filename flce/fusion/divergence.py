@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from ..distillation import linear_divergence
+from ..options import OF_DIVERGENCE
 from . import loss, steps
 from .node import node_of
 from .operations import dtype_by, handles, over_classes
 from .reentry import call_through
 from .steps import KL, LOG_P, P, require
 
-_OPTIONS = ("accum_dtype", "max_memory", "valid_bound")  # of flce.fuse; and save="stats"
+_OPTIONS = {*OF_DIVERGENCE} - {"save"}  # of flce.fuse; and save="stats"
 _PARAMETERS = tuple(inspect.signature(F.kl_div).parameters)
 
 

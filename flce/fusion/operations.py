@@ -141,7 +141,7 @@ def _copy(function, node, args, kwargs):
         return node.then(node.record, torch.Tensor.detach)
 
 
-@handles("view reshape flatten", forms=_ROWS)
+@handles("view reshape flatten squeeze unsqueeze", forms=_ROWS)
 def _reshape(function, node, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = node.record, node.record.shape

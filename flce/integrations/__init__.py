@@ -1,9 +1,9 @@
 """Trainers and packages that run flce, one module for each.
 
-`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `skyrl`: `install()` imports the package and
-rebinds its loss until the handle is removed. `axolotl`, `nemo`, `torchtitan`, `transformers`: a
-class to name in a configuration or script; these import the framework. docs/integrations.md says
-what each serves.
+`trl`, `trl_distillation`, `liger`, `cce`, `verl`, `verl_distillation`, `skyrl`: `install()` imports
+the package and rebinds its loss until the handle is removed. `axolotl`, `nemo`, `torchtitan`,
+`transformers`: a class to name in a configuration or script; these import the framework.
+docs/integrations.md says what each serves.
 
 >>> handle = flce.integrations.trl.install()  # doctest: +SKIP
 """
@@ -11,7 +11,7 @@ what each serves.
 import importlib
 
 __all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl"]
-__all__ += ["trl_distillation", "verl"]
+__all__ += ["trl_distillation", "verl", "verl_distillation"]
 
 
 def __getattr__(name):

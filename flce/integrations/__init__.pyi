@@ -9,7 +9,8 @@ from . import (
     trl,
     trl_distillation,
     verl,
+    verl_distillation,
 )
 
 __all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl"]
-__all__ += ["trl_distillation", "verl"]
+__all__ += ["trl_distillation", "verl", "verl_distillation"]

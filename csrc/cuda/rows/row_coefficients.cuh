@@ -52,6 +52,9 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
     if (p > 0) target += g * (p * (stats.nll - entropy)); /* m - l_y = nll - entropy */
   }
   coef[FLCE_COEF_TARGET] = a * (stats.slope * target);
+  if (!upstream.of_dz) return;
+  coef[FLCE_COEF_ROW] = 1;
+  coef[FLCE_COEF_TARGET] = 0;
 }
 
 /* Reads the statistics that a row pass has written. */

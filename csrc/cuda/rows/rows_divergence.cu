@@ -15,7 +15,7 @@ struct divergence_params {
   row_args s, t; /* the student's rows and the teacher's */
   double beta, hard;
   void* partial;
-  bool sums, writes;
+  bool sums, writes, draws;
 };
 
 /* A row of both logits. hard, soft: the weights of the hard label and of the divergence; target:
@@ -218,6 +218,11 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
   S* loss = (S*)r.loss + ref.at;
   const S token = r.token_weight ? ((const S*)r.token_weight)[ref.at] : 1;
   *loss = pair.soft * token * pair.value + (pair.hard > 0 ? pair.hard * *loss : 0);
+  if (!out || !c.draws) return;
+  const S missing = pair.hard > 0 ? -expm1(-stat_row<S>(r, FLCE_STAT_NLL)[ref.at]) : 0;
+  const S size = flce_gradient_size<S>(KIND, pair.beta, pair.value, pair.mean);
+  const S bound = fabs(pair.factor) * (pair.soft * size + 2 * pair.hard * missing);
+  stat_row<S>(r, FLCE_STAT_INV_SUM)[ref.at] = bound > 0 ? 1 / bound : 0;
 }
 
 /* ---- launch ---- */
@@ -255,7 +260,7 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
                                         : kernel_for<false>(call->divergence, z, out);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),  make_args(t), call->beta,  call->hard_weight,
-                                    call->partial, call->sums,   call->writes};
+                                    call->partial, call->sums,   call->writes, call->draws};
   kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);
   FLCE_LAUNCHED("divergence_rows");
   return FLCE_OK;

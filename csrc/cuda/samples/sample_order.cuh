@@ -10,7 +10,7 @@
 __device__ __forceinline__ float value_of_pair(const flce_rows& r, int64_t at, float eps, float e) {
   const float* stats = (const float*)r.stats + at;
   const float inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch], least = eps / inv_sum;
-  const float value = e < least ? least : e;
+  const float value = fabsf(e) < least ? copysignf(least, e) : e;
   if (!r.wants_entropy) return value;
   const float* coef = (const float*)r.coef + at;
   const float surprise = stats[FLCE_STAT_ENTROPY * r.stat_pitch] + logf(e * inv_sum);

@@ -56,10 +56,10 @@ __device__ __forceinline__ void load_lane(const SampledRow<T>& row, int col,
   }
 }
 
-/* q = min(1, E / (eps S)) in fixed point of FLCE_NARROW_BITS (F uint32_t) or FLCE_WIDE_BITS. */
+/* q = min(1, |E| / (eps S)) in fixed point of FLCE_NARROW_BITS (F uint32_t) or FLCE_WIDE_BITS. */
 template <typename F, typename T>
 __device__ __forceinline__ F fixed_of(const SampledRow<T>& row, T e) {
-  const float q = fminf(to_stat(e) * row.inverse_threshold, 1.0f);
+  const float q = fminf(fabsf(to_stat(e)) * row.inverse_threshold, 1.0f);
   if constexpr (sizeof(F) == 4) {
     return __float2uint_rn(q * (float)(1u << FLCE_NARROW_BITS));
   } else {

@@ -1,0 +1,3 @@
+from ._rebind import Installation
+
+def install() -> Installation: ...

@@ -1,0 +1,137 @@
+"""accumulate_into of flce.linear_divergence."""
+
+import cases
+import pytest
+import torch
+from torch import nn
+
+import flce
+
+TOKENS, HIDDEN, VOCAB, CLASSES = 60, 16, 72, 6
+HOW = {
+    "forward": {},
+    "later": {"save": "stats"},
+    "rows": {"reduction": "none", "divergence": "jsd"},
+    "padding": {"valid_vocab": VOCAB - 8, "divergence": "reverse_kl"},
+    "classes": {"teacher_logits": CLASSES},
+    "classes, later": {"teacher_logits": CLASSES, "save": "stats"},
+}
+
+
+def make(device, dtype, how):
+    """(x, weight, arguments) of a call in several chunks."""
+    case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(TOKENS, VOCAB, generator=generator).to(device, dtype)
+    given = {"teacher_logits": logits, **HOW[how], "max_memory": 17 * VOCAB * 8}
+    if given["teacher_logits"] is not logits:
+        top = logits.log_softmax(-1).topk(CLASSES)
+        given["teacher_logits"] = top.indices, top.values
+    return case.input.clone().requires_grad_(), nn.Parameter(case.linear_weight), given
+
+
+def backward(x, weight, given, attribute, times=1):
+    """The gradient of x."""
+    x.grad = None
+    loss = flce.linear_divergence(x, weight, accumulate_into=attribute, **given)
+    for time in range(times):
+        loss.backward(torch.full_like(loss, 0.7), retain_graph=time + 1 < times)
+    return x.grad
+
+
+def hold(weight, attribute):
+    """Sets the attribute to random values, in float32 or wider for main_grad; a float64 copy."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    dtype = weight.dtype if attribute == "grad" else wide
+    setattr(weight, attribute, torch.randn(weight.shape, device=weight.device).to(dtype) / 64)
+    return getattr(weight, attribute).double().clone()
+
+
+@cases.pairwise(attribute=["grad", "main_grad"], how=list(HOW), dtype=cases.DTYPES)
+def test_adds_the_plain_gradient(device, attribute, how, dtype):
+    x, weight, given = make(device, dtype, how)
+    dx = backward(x, weight, given, None)
+    dw, weight.grad = weight.grad.double().clone(), None
+    # Of one sum of two gradients; the GEMMs that add to the attribute sum in another order.
+    roundings = 16 if "classes" in how else 2
+    before = hold(weight, attribute)
+    held = getattr(weight, attribute)
+    for times in (1, 2):
+        assert torch.equal(backward(x, weight, given, attribute), dx)
+        expected = before + times * dw
+        size = before.abs() + times * (dw.abs() + dw.abs().max())
+        allowed = roundings * cases.LOGIT_ROUNDING[dtype] * size
+        assert ((held.double() - expected).abs() <= allowed).all()
+    assert getattr(weight, attribute) is held and (attribute == "grad" or weight.grad is None)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_each_backward_adds_once(device, how):
+    """Also of a graph that is kept; .grad is made where there is none."""
+    x, weight, given = make(device, torch.float64, how)
+    backward(x, weight, given, None)
+    dw, weight.grad = weight.grad, None
+    backward(x, weight, given, "grad", times=3)
+    assert (weight.grad - 3 * dw).abs().max() <= 1e-12
+
+
+def test_megatrons_protocol(device):
+    x, weight, given = make(device, torch.float32, "forward")
+    hold(weight, "main_grad")
+    weight.grad_added_to_main_grad = False
+    backward(x, weight, given, "main_grad")
+    assert weight.grad_added_to_main_grad and not weight.grad.any()
+
+
+def test_without_a_gradient_of_the_weight(device):
+    """The attribute is not looked at."""
+    x, weight, given = make(device, torch.float32, "forward")
+    weight.requires_grad_(False)
+    backward(x, weight, given, "main_grad")
+    with torch.no_grad():
+        flce.linear_divergence(x, weight, accumulate_into="main_grad", **given)
+    assert weight.grad is None and not hasattr(weight, "main_grad")
+
+
+def of(call):
+    """`call` of an x, a weight and the arguments of a call, which has to fail."""
+    x, weight, given = make("cpu", torch.float32, "forward")
+    hold(weight, "grad")
+    before = weight.grad.clone()
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as found:
+        call(x, weight, {**given, "accumulate_into": "grad"})
+    assert torch.equal(weight.grad, before)
+    return str(found.value)
+
+
+def test_refusals():
+    divergence = flce.linear_divergence
+
+    def with_hook(x, weight, given):
+        weight.register_hook(lambda grad: grad)
+        divergence(x, weight, **given)
+
+    def with_result(x, weight, given):
+        torch.autograd.grad(divergence(x, weight, **given), (x, weight))
+
+    def compiled(x, weight, given):
+        torch.compile(divergence, fullgraph=True, backend="eager")(x, weight, **given)
+
+    assert "expected one of" in of(lambda x, w, g: divergence(x, w, **{**g, "accumulate_into": 1}))
+    assert "expected a leaf as" in of(lambda x, w, g: divergence(x, w * 1, **g))
+    assert "without gradient hooks" in of(with_hook)
+    assert "torch.autograd.grad() cannot return it" in of(with_result)
+    assert "torch.compile" in of(compiled)
+    into = {"accumulate_into": "main_grad"}
+    message = of(lambda x, w, g: divergence(x, w, **{**g, **into}))
+    assert message.startswith("linear_weight.main_grad: expected a tensor")
+
+
+def test_plan(device):
+    """Gradients of a whole teacher are tensors in any case; of K classes the GEMMs add."""
+    size = {"device": device, "dtype": torch.float32, "max_memory": "1MiB"}
+    plans = [
+        flce.plan(256, 64, 4096, **size, teacher_logits=logits, accumulate_into="grad")
+        for logits in (torch.float32, 8)
+    ]
+    assert ["grad_weight" in plan.buffers for plan in plans] == [True, False]
