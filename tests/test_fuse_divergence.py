@@ -81,7 +81,9 @@ def test_no_logits_are_made(loss_of):
 
 
 @pytest.mark.parametrize("loss_of", (batchmean, masked))
-@pytest.mark.parametrize("option", ({"save": "grads"}, {"save": "logits"}, {"valid_bound": 1}))
+@pytest.mark.parametrize(
+    "option", ({"save": "grads"}, {"save": "logits"}, {"valid_bound": 1}, {"z_loss": 1.0})
+)
 def test_options_that_no_divergence_has_are_dropped(loss_of, option):
     student, teacher = pair()
     expected = step(student, teacher, loss_of)

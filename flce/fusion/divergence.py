@@ -4,13 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from ..distillation import linear_divergence
+from ..options import OF_DIVERGENCE
 from . import loss, steps
 from .reentry import call_through
 from .steps import require
 
-# Of flce.fuse; and save="stats".
-_OPTIONS = ("accum_dtype", "max_memory", "valid_bound", "accumulate_into", "gradient")
-_OPTIONS += ("gradient_eps",)
+_OPTIONS = {*OF_DIVERGENCE} - {"save"}  # of flce.fuse; and save="stats"
 
 
 def elements(node, target, log_p):

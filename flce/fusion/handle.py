@@ -317,7 +317,7 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
         strict: a RuntimeError in place of each warning that logits are made for a loss.
         **options: accum_dtype, logits_dtype, save, max_memory, accumulate_into, gradient,
             gradient_eps, z_loss, valid_bound. Losses for each row drop save="grads"; log p, lse,
-            entropies and divergences z_loss and valid_bound, the last three gradient too.
+            entropies and divergences z_loss and valid_bound, lse and entropies gradient too.
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.

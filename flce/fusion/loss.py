@@ -60,9 +60,8 @@ def _fused(call, record, target, options, dropped=()):
         dtype = call.product_dtype(sources[0].x)
         cuts_weight = options.get("weight") is not None or target.is_floating_point()
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
-        x = sharded.replicated(x, weight)
         given = {"linear_bias": bias, **derived, **options, **chosen}
-        made = linear_cross_entropy(x, weight, target, **given)
+        made = linear_cross_entropy(sharded.replicated(x, weight), weight, target, **given)
         call.fusion.note_loss(steps.key_of(record))
         return made
 
