@@ -167,7 +167,9 @@ def main():
     parser.add_argument(
         "--check", action="store_true", help="name the kernels that are not launched"
     )
-    parser.add_argument("--seen", action="store_true", help="only what initcheck and racecheck understand")
+    parser.add_argument(
+        "--seen", action="store_true", help="only what initcheck and racecheck understand"
+    )
     join_a_fake_group()
     torch.manual_seed(0)
     arguments = parser.parse_args()

@@ -162,7 +162,7 @@ def opcheck_divergence(device):
     teacher = x.detach(), w.detach() / 2, None, None, [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
     for save, grads in (("grads", (True,) * 3), ("nothing", (False,) * 3)):
         lists = raw.settings(save, max_memory=BUDGET, grads=grads)
-        yield (x, w, target, b, None, None, None, *teacher, *lists), {}
+        yield (x, w, target, b, None, None, None, None, *teacher, *lists), {}
 
 
 # One for every operator that takes tensors; test_every_op_has_a_sample checks that.
