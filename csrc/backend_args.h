@@ -199,10 +199,10 @@ typedef struct flce_divergence_args {
    * with both `sums` and `writes`. */
   void* partial;
   bool sums;   /* computes the sums over these classes */
-  /* Sets INV_SUM of the student's statistics to 1 / a bound of the row's sum of |dz|, 0 where that
-   * is 0, as sample_rows reads it. */
-  bool draws;
-  bool writes; /* writes loss and out from them, or from `partial` without `sums` */
+  bool writes; /* writes loss and out from the sums, or from `partial` without `sums` */
+  /* Then replaces the student's INV_SUM by 1 / an upper bound of the row's sum of |dz_j|, or by 0
+   * for a bound of 0: sample_rows reads it as 1 / S. */
+  bool stores_bound;
 } flce_divergence_args;
 
 /* ---- a sharded vocabulary (core/shards.c) ----

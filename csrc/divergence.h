@@ -103,13 +103,15 @@ FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta, 
   return -of_p;
 }
 
-/* A bound of the sum over the classes of |g_j| (divergence_rows, backend.h), from a row's sums. By
- * Pinsker's inequality sum |p - q| <= sqrt(2 KL). With K = KL(p || q) the terms of K where p < q
- * are at least -min(1, sqrt(K / 2)), so sum p |d| <= K + 2 min(1, sqrt(K / 2)); the JSD's gradient
- * is (1 - beta) times that of KL(p || m). Of near distributions the JSD's `mean`, then beta `value`,
- * has the error of terms that cancel. */
-FLCE_TERM flce_real flce_gradient_size(flce_divergence kind, flce_real beta, flce_real value,
-                                       flce_real mean) {
+/* An upper bound of sum_j |g_j| (divergence_rows, backend.h) from a row's sums. Forward KL:
+ * sum |p - q| <= sqrt(2 KL(q || p)), Pinsker's inequality. Reverse KL, D = KL(p || q) and
+ * g = p (d - D): by the log sum inequality the negative terms of D sum to at least -TV(p, q) >=
+ * -min(1, sqrt(D / 2)), so sum p |d| <= D + 2 min(1, sqrt(D / 2)); the other term adds D. JSD:
+ * 1 - beta times that of p and m, `mean` being (1 - beta) KL(p || m). Where p and q are near,
+ * `mean` has lost digits to cancellation; up to higher orders it is then beta `value`, whose terms
+ * do not cancel, and the larger of both is taken. */
+FLCE_TERM flce_real flce_gradient_bound(flce_divergence kind, flce_real beta, flce_real value,
+                                        flce_real mean) {
   if (kind == FLCE_FORWARD_KL) return (flce_real)fmin(2.0, sqrt(2.0 * (double)value));
   const double w = kind == FLCE_JSD ? 1.0 - (double)beta : 1.0;
   const double t = kind == FLCE_JSD ? fmax((double)mean, (double)(beta * value)) : (double)value;

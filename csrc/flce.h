@@ -246,9 +246,9 @@ flce_status flce_check_loss(const flce_problem* problem);
  * of its rows) is decided for a rank with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
-/* The same, with the backward as it will be, for flce.plan: no call executes it. Where the forward
- * of a divergence makes no gradients (save=stats, losses of rows), the backward is a second call,
- * which makes the gradients of a sum; with class_gradient it gets that of the classes' logits. */
+/* For flce.plan: the plan of forward and backward together; it is never executed. A divergence with
+ * save=stats or FLCE_NONE: the backward is that of a second call with save=grads and FLCE_SUM. With
+ * class_gradient the backward is planned with has_grad_classes. */
 flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 

@@ -121,11 +121,10 @@ static inline int flce_sample_bits(int64_t classes) {
   return classes <= FLCE_NARROW_CLASSES ? FLCE_NARROW_BITS : FLCE_WIDE_BITS;
 }
 
-/* Of a divergence the forward draws the lists from dz for grad_output = 1, of which the classes'
- * |dz| take the part of E and an upper bound of their sum (divergence.h) that of S: the values are
- * dz, or with its sign eps S where that is larger. y is among the classes, and has no term of its
- * own. A rank of a sharded vocabulary draws from its own classes.
- */
+/* For a divergence the lists are drawn from dz at grad_output = 1: |dz_ij| replaces E_ij, and S_i
+ * is an upper bound of sum_j |dz_ij| (divergence.h). A kept class has the value sign(dz_ij)
+ * max(|dz_ij|, eps S_i). y is drawn like every class; pair 0 contributes nothing. A rank of a
+ * sharded vocabulary draws from its own classes. */
 
 /* The range of eps, and the most classes that can be sampled. */
 #define FLCE_LEAST_EPS 0x1p-12
@@ -337,7 +336,7 @@ typedef struct flce_facts {
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */
   int64_t column_sum_bytes;     /* scratch of column_sum for V or H columns, whichever is more */
-  int64_t sample_bytes;         /* scratch and result of order_samples; 0 unless gradients are sampled */
+  int64_t sample_bytes; /* scratch and result of order_samples; 0 unless gradients are sampled */
 } flce_facts;
 
 #ifdef __cplusplus

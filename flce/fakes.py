@@ -33,9 +33,9 @@ def describe_sizes(valid_vocab, integers, numbers, **sizes):
         )
 
 
-def described(input, linear_weight, target, linear_bias, lists):
+def described(input, linear_weight, target, linear_bias, lists, **sizes):
     """The Described of a call; no result depends on the number of its rows, which may be
-    symbolic."""
+    symbolic. `sizes`: those of describe_sizes that do not follow from the tensors."""
     valid_vocab, _, *packed, _ = lists
     return describe_sizes(
         valid_vocab,
@@ -47,6 +47,7 @@ def described(input, linear_weight, target, linear_bias, lists):
         weight_dtype=code_of("linear_weight", linear_weight.dtype),
         bias_dtype=-1 if linear_bias is None else code_of("linear_bias", linear_bias.dtype),
         probabilities=target.is_floating_point(),
+        **sizes,
     )
 
 
@@ -190,7 +191,8 @@ def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
     save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
     integers = replaced(integers, save=CHOICES["save"].index(save))
     operands = input, linear_weight, target, linear_bias
-    found = described(*operands, (valid_vocab, rows, integers, *others))
+    lists = valid_vocab, rows, integers, *others
+    found = described(*operands, lists, teacher_hidden=1)  # no size depends on the teacher's
     dtype, keeps = DTYPES[found.stat_dtype], found.keeps_statistics
     loss, _, scalars, _ = _fake_loss(target, integers, dtype, keeps)
     return loss, scalars, *_fake_gradients(*operands[:2], linear_bias, integers, found)

@@ -62,7 +62,8 @@ def _call(name, known, operands, options):
 
 def _check_tensors(name, operands, options):
     first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
-    of_teacher = "teacher_logits" if operands[4:5] == (None,) else "teacher_input"
+    gives_logits = len(operands) > 4 and operands[4] is None
+    of_teacher = "teacher_logits" if gives_logits else "teacher_input"
     names = *first, "target", of_teacher, "teacher_weight", "teacher_bias"
     given = dict(zip(names, operands, strict=False))
     given = {n: v for n, v in given.items() if v is not None or not n.startswith("teacher")}
@@ -331,7 +332,7 @@ def divergence_of(*operands, **options):
 OF_DIVERGENCE = {name: _ALL[name] for name in table.OF_DIVERGENCE}
 ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
 # A shift would have to move the ids of a row too.
-OF_LOGPROBS_AT = {
+_OF_LOGPROBS_AT = {
     name: OF_LOGPROBS[name] for name in OF_LOGPROBS if name not in ("shift", "cu_seqlens")
 }
 
@@ -358,7 +359,7 @@ def linear_logprobs_at(input, linear_weight, ids, **options):
     >>> flce.linear_logprobs_at(x, W, ids).exp()
     tensor([[0.0625, 0.0625, 1.0000]])
     """
-    table.check_names("linear_logprobs_at", OF_LOGPROBS_AT, options)
+    table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
     return logprobs_at_of(input, linear_weight, ids, options)
 
 
@@ -430,4 +431,4 @@ _PUBLIC["linear_divergence"] = divergence_of
 table.show_options(linear_cross_entropy, _ALL)
 table.show_options(cross_entropy, _OF_LOGITS)
 table.show_options(linear_logprobs, OF_LOGPROBS)
-table.show_options(linear_logprobs_at, OF_LOGPROBS_AT)
+table.show_options(linear_logprobs_at, _OF_LOGPROBS_AT)

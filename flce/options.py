@@ -134,7 +134,7 @@ class TopLogprobs(typing.NamedTuple):
 OUTPUTS = LinearCrossEntropyOutput._fields[1:]
 _FLAGGED = OUTPUTS[:-2]  # outputs that a flag asks for
 RETURNS = tuple(f"return_{name}" for name in _FLAGGED)  # arguments, False by default
-# For the annotations of users; to type checkers it is that of options.pyi.
+# For users' annotations at run time; type checkers read the types in options.pyi.
 Options = typing.TypedDict("Options", dict.fromkeys((*OPTIONS, *RETURNS), object), total=False)
 # Which of these outputs a call returns in addition to the loss.
 Wanted = collections.namedtuple("Wanted", _FLAGGED, defaults=(False,) * len(_FLAGGED))

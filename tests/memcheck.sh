@@ -9,15 +9,14 @@
 #       every kernel alone (tests/every_kernel.py), in less than two minutes
 export FLCE_SANITIZED=1
 
-# initcheck has to see what torch's kernels write. racecheck and initcheck see the kernels of float32
-# and float64 operands: 16-bit GEMMs use TMA and mbarriers.
+# initcheck has to see what torch's kernels write. --no-tma: see tests/every_kernel.py.
 every_kernel() { # tool, directory for logs
   options="--print-limit 1000 --kernel-name-exclude kns=2at6native"
   calls=""
   case $1 in
     memcheck) options="$options --report-api-errors no" ;;
-    racecheck) calls="--seen" ;;
-    initcheck) options="--print-limit 1000" calls="--seen" ;;
+    racecheck) calls="--no-tma" ;;
+    initcheck) options="--print-limit 1000" calls="--no-tma" ;;
   esac
   log="$2/$1.log"
   # shellcheck disable=SC2086

@@ -38,7 +38,7 @@ def covering_rows(**values):
 
 
 def _id(value):
-    """Of a function its name: its address would differ between xdist's processes."""
+    """A function's name; its str has an address, which differs between xdist's processes."""
     return getattr(value, "__name__", None) or str(value)
 
 

@@ -268,14 +268,18 @@ def test_autocast(device, dtype):
         assert cases.relative_error(grad, expected.double()) <= 3e-2
 
 
+@pytest.mark.parametrize("gradient", ["exact", "sampled"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiled(device, reduction):
+def test_compiled(device, reduction, gradient):
     x, w, target = cases.leaves(device, 20, hidden=16, vocab=300)
+    if gradient == "sampled":
+        x, w = (leaf.detach().float().requires_grad_() for leaf in (x, w))
     temperature = torch.rand(20, dtype=x.dtype, device=device) + 0.5
     teacher = [torch.randn(n, 24, dtype=x.dtype, device=device) for n in (20, 300)]
 
     def step(x, w, temperature):
         rest = {"divergence": "jsd", "target": target, "temperature": temperature}
+        rest |= {"gradient": gradient} | ({"gradient_seed": 1} if gradient == "sampled" else {})
         loss = flce.linear_divergence(x * 2, w, *teacher, reduction=reduction, **rest)
         return loss.square().sum()
 
@@ -591,6 +595,11 @@ def test_operands_on_another_device_are_refused(device, name):
         ({"target": None, "hard_weight": 0.5}, "target: expected classes with hard_weight"),
         ({"teacher_weight": None}, "teacher_input: expected teacher_input and teacher_weight"),
         ({"z_loss": 1.0}, "unexpected keyword argument 'z_loss'"),
+        (
+            {"teacher_logits": (0, 0), "teacher_input": None, "teacher_weight": None}
+            | {"target": None, "gradient": "sampled"},
+            "gradient: expected",
+        ),
         (
             {"teacher_logits": (0, 0), "teacher_input": None, "teacher_weight": None},
             "teacher_logits: expected no target",

@@ -110,7 +110,7 @@ int64_t all_classes(const flce_problem& problem) {
   return flce_is_sharded(&problem) ? problem.classes : problem.vocab;
 }
 
-/* Checks the range of the classes in `ids`, memory of the CPU: indices, and the id of none. */
+/* Checks the range of the classes in `ids`, host memory: indices, and the id of none. */
 void check_classes(const int64_t* ids, const flce_problem& problem) {
   int64_t none = flce_no_class(&problem), most = all_classes(problem);
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
@@ -156,7 +156,7 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
   bind_classes(given.classes, first, call);
 }
 
-/* The number of targets, in memory of the CPU, that are not ignored: at most problem.rows. */
+/* The number of targets, in host memory, that are not ignored: at most problem.rows. */
 int64_t valid_rows(const int64_t* target, const flce_problem& problem) {
   int64_t valid = 0;
   for (int64_t i = 0; i < problem.tokens; i++) valid += target[i] != problem.loss.ignore_index;
@@ -188,12 +188,12 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
   if (counts) call->saved_rows = problem->rows;
 }
 
-/* With FLCE_CHECK=1: what is checked of a CPU's targets and classes, for other devices, for which
- * it waits. */
+/* With FLCE_CHECK=1: makes the checks of CPU targets and classes on other devices too, from a copy
+ * on the host. Synchronises. */
 void check_values(const LossTensors& given, const Call& call) {
-  const char* wanted = std::getenv("FLCE_CHECK");
+  const char* check = std::getenv("FLCE_CHECK");
   const flce_problem& problem = call.problem;
-  if (!wanted || !*wanted || !std::strcmp(wanted, "0") || is_cpu(call) || problem.has_probabilities)
+  if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call) || problem.has_probabilities)
     return;
   const DeviceId cpu = {aoti_torch_device_type_cpu(), -1};
   const ScalarType type = ScalarType::Long;
@@ -260,7 +260,7 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   expect_shape("teacher_logits", logits, shape, ", a logit for each class");
   expect_device("teacher_logits", logits, call->id, "input");
   flce_dtype dtype = to_dtype(logits.scalar_type(), "teacher_logits");
-  give_logits(dtype, columns, problem);
+  set_teacher_logits(dtype, columns, problem);
   dtype = problem->dtype;
   bool whole = has_all_classes(*problem, columns);
   int64_t first = whole ? problem->first_class : 0;
@@ -286,7 +286,7 @@ void choose_teacher_dtypes(const PackedOptions& options, flce_problem* teacher) 
   teacher->logits_dtype = flce_stat_dtype(teacher->dtype);
 }
 
-void give_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher) {
+void set_teacher_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher) {
   if ((dtype == FLCE_F64) != (teacher->dtype == FLCE_F64)) dtype = flce_stat_dtype(teacher->dtype);
   teacher->dtype = teacher->input_dtype = teacher->weight_dtype = teacher->bias_dtype = dtype;
   teacher->accum_dtype = dtype;

@@ -73,8 +73,9 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
 flce_problem teacher_of(const flce_problem& student);
 /* The dtypes of its GEMM and logits from those of its operands. */
 void choose_teacher_dtypes(const PackedOptions& options, flce_problem* teacher);
-/* Makes it that of given logits of this dtype, float64 only where the student's operands are. */
-void give_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher);
+/* Makes `teacher` a problem of given logits, without a GEMM. They are read in `dtype`; where one of
+ * it and the student's dtype is float64 and the other is not, in the student's stat dtype. */
+void set_teacher_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher);
 
 /* Sets the dtypes of the GEMMs, of dW's sum and of the logits from those of the operands. */
 void choose_dtypes(const PackedOptions& options, flce_problem* problem);

@@ -132,8 +132,8 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
 std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> divergence(
     Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
     OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor num_items,
-    OptionalTensor seed, Tensor teacher_input, OptionalTensor teacher_weight, OptionalTensor teacher_bias,
-    OptionalTensor teacher_temperature, std::vector<double> teacher,
+    OptionalTensor seed, Tensor teacher_input, OptionalTensor teacher_weight,
+    OptionalTensor teacher_bias, OptionalTensor teacher_temperature, std::vector<double> teacher,
     std::optional<int64_t> valid_vocab, std::optional<int64_t> rows, std::vector<int64_t> integers,
     std::vector<double> numbers, std::optional<std::string> group) {
   CallArgs arguments = {valid_vocab, rows, unpack_options(integers, numbers)};
@@ -392,7 +392,8 @@ FLCE_LIBRARY(m) {
   m.def(
       "divergence(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, Tensor? seed, "
-      "Tensor teacher_input, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_temperature, "
+      "Tensor teacher_input, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? "
+      "teacher_temperature, "
       "float[] teacher, " OPTIONS_SCHEMA
       ") -> (Tensor loss, Tensor? scalars, Tensor? grad_input, Tensor? grad_weight, "
       "Tensor? grad_bias)");

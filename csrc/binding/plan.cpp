@@ -67,6 +67,37 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
   return problem;
 }
 
+/* Refuses matrices of which a dozen in float64 have more bytes than fit into int64. */
+void check_elements(const flce_problem& problem) {
+  const int64_t most = int64_t{1} << 54;
+  const int64_t vocab = std::max(problem.vocab, problem.classes);
+  const std::pair<const char*, int64_t> sizes[] = {
+      {"tokens", problem.tokens}, {"hidden", problem.hidden}, {"vocab", vocab}};
+  for (size_t i = 0; i < 3; i++)
+    for (size_t j = 0; j < i; j++)
+      if (sizes[i].second > most / std::max<int64_t>(sizes[j].second, 1))
+        refuse(std::string(sizes[j].first) + ", " + sizes[i].first, "a product of at most 2^54",
+               std::to_string(sizes[j].second) + " and " + std::to_string(sizes[i].second));
+}
+
+/* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
+std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
+                                        const PackedOptions& options, flce_problem* student) {
+  if (hidden == 0 && logits < 0) return std::nullopt;
+  student->divergence = FLCE_FORWARD_KL; /* no size depends on which one it is */
+  student->beta = 0.5;
+  flce_problem problem = teacher_of(*student);
+  if (logits >= 0) {
+    set_teacher_logits(static_cast<flce_dtype>(logits), student->weight_rows, &problem);
+    return problem;
+  }
+  problem.hidden = hidden;
+  problem.has_bias = false;
+  choose_teacher_dtypes(options, &problem);
+  check_elements(problem);
+  return problem;
+}
+
 /* [strategy up to few rows, few rows, strategy up to some rows, some rows, strategy of more;
  * whether statistics are kept; dtype and leading dimension of what is saved; dtypes of the
  * gradients of input, weight and bias; stat dtype; first class, number of all classes; candidates
@@ -74,7 +105,11 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
  * options. No device is asked: what does not depend on rows follows from the device's type alone.
  */
 std::vector<int64_t> describe(SIZES_ARGUMENTS) {
-  flce_problem problem = problem_of(SIZES, valid_vocab, unpack_options(integers, numbers));
+  PackedOptions options = unpack_options(integers, numbers);
+  flce_problem problem = problem_of(SIZES, valid_vocab, options);
+  std::optional<flce_problem> teacher =
+      add_teacher(teacher_hidden, teacher_logits, options, &problem);
+  if (teacher) problem.teacher = &*teacher;
   check(flce_check_problem(&problem));
   flce_facts facts = {0};
   flce_facts_of_type(on_cpu != 0, problem.dtype, &facts);
@@ -100,19 +135,6 @@ std::vector<int64_t> describe(SIZES_ARGUMENTS) {
           problem.first_class,
           flce_is_sharded(&problem) ? problem.classes : problem.vocab,
           problem.row_classes};
-}
-
-/* Refuses matrices of which a dozen in float64 have more bytes than fit into int64. */
-void check_elements(const flce_problem& problem) {
-  const int64_t most = int64_t{1} << 54;
-  const int64_t vocab = std::max(problem.vocab, problem.classes);
-  const std::pair<const char*, int64_t> sizes[] = {
-      {"tokens", problem.tokens}, {"hidden", problem.hidden}, {"vocab", vocab}};
-  for (size_t i = 0; i < 3; i++)
-    for (size_t j = 0; j < i; j++)
-      if (sizes[i].second > most / std::max<int64_t>(sizes[j].second, 1))
-        refuse(std::string(sizes[j].first) + ", " + sizes[i].first, "a product of at most 2^54",
-               std::to_string(sizes[j].second) + " and " + std::to_string(sizes[i].second));
 }
 
 template <typename Write>
@@ -143,24 +165,6 @@ std::vector<double> find_gpu(std::string text) {
   flce_gpu gpu = gpu_of(text);
   return {static_cast<double>(gpu.capability), static_cast<double>(gpu.multiprocessors),
           static_cast<double>(gpu.memory), gpu.multiply_adds, gpu.bandwidth};
-}
-
-/* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
-std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
-                                        const PackedOptions& options, flce_problem* student) {
-  if (hidden == 0 && logits < 0) return std::nullopt;
-  student->divergence = FLCE_FORWARD_KL; /* no size depends on which one it is */
-  student->beta = 0.5;
-  flce_problem problem = teacher_of(*student);
-  if (logits >= 0) {
-    give_logits(static_cast<flce_dtype>(logits), student->weight_rows, &problem);
-    return problem;
-  }
-  problem.hidden = hidden;
-  problem.has_bias = false;
-  choose_teacher_dtypes(options, &problem);
-  check_elements(problem);
-  return problem;
 }
 
 /* The plan's fields in JSON, its sampled_time, and its text. `gpu`: one that need not be there, as

@@ -66,8 +66,8 @@ static flce_status check_samples(const flce_problem* problem) {
   flce_save save = problem->save;
   bool sampled = problem->sampled || save == FLCE_SAVE_SAMPLES, unset = eps == 0.0 && !sampled;
   bool exact = save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_GRADS || save == FLCE_SAVE_STATS;
-  EXPECT(!sampled || !exact || problem->teacher, "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"",
-         flce_save_name(save));
+  EXPECT(!sampled || !exact || problem->teacher,
+         "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"", flce_save_name(save));
   EXPECT(unset || (eps >= FLCE_LEAST_EPS && eps <= 1.0),
          "gradient_eps: expected from 2**-12 to 1, got %s", number_text(eps, text));
   if (!sampled) return FLCE_OK;

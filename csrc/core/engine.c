@@ -303,7 +303,7 @@ static flce_status compare_rows(const execution* e, const chunk* c, bool gradien
                                .beta = e->problem->beta,
                                .hard_weight = e->problem->hard_weight,
                                .sums = true,
-                               .draws = gradients && e->plan->draws,
+                               .stores_bound = gradients && e->plan->draws,
                                .writes = true};
   return flce_divergence_rows(e, c, &call);
 }

@@ -595,8 +595,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   assign_offsets(plan);
   count_gemms(problem, plan);
   count_collectives(problem, plan);
-  if (draws_samples(plan))
-    plan->sampled_time = estimate_sampled_time(problem, facts, plan);
+  if (draws_samples(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
   return FLCE_OK;
 }
 

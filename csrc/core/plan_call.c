@@ -1,6 +1,6 @@
 /* flce_plan_call: the plan of a call on a backend: its facts, the strategy, one size of chunks for
- * all ranks, and the workspace of a divergence's teacher. flce_plan_step: that of a call and of
- * the backward that flce.plan's caller will run. */
+ * all ranks, and the workspace of a divergence's teacher. flce_plan_step: of a forward and its
+ * backward, for flce.plan. */
 #include "core/plan_call.h"
 
 #include "backend.h"
@@ -72,9 +72,9 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   return make_with_teacher(backend, &problem, &facts, plan);
 }
 
-/* Replaces the backward of `plan` by what `other` does in the pass `as` (FLCE_IN_*). */
-static void replace_backward(const flce_plan* other, unsigned as, flce_plan* plan) {
-  bool own = as == FLCE_IN_BACKWARD;
+/* Takes the backward of `plan` from a pass of `other`: FLCE_IN_FORWARD or FLCE_IN_BACKWARD. */
+static void replace_backward(const flce_plan* other, unsigned pass, flce_plan* plan) {
+  bool own = pass == FLCE_IN_BACKWARD;
   plan->backward_chunk_rows = own ? other->backward_chunk_rows : other->chunk_rows;
   plan->backward_chunks = own ? other->backward_chunks : other->chunks;
   plan->backward_gemms = own ? other->backward_gemms : other->forward_gemms;
@@ -87,7 +87,7 @@ static void replace_backward(const flce_plan* other, unsigned as, flce_plan* pla
     flce_buffer* buffer = &plan->buffers[id];
     const flce_buffer* from = &other->buffers[id];
     buffer->lifetime &= ~(unsigned)FLCE_IN_BACKWARD;
-    if (from->lifetime & as) {
+    if (from->lifetime & pass) {
       buffer->bytes = max64(buffer->bytes, from->bytes);
       buffer->lifetime |= (from->lifetime & FLCE_OUTPUT) | FLCE_IN_BACKWARD;
     }
@@ -106,6 +106,7 @@ static flce_status plan_two_calls(const flce_backend* backend, const flce_proble
   FLCE_TRY(flce_plan_call(backend, &forward, plan));
   FLCE_TRY(flce_plan_call(backend, &backward, &second));
   plan->save = FLCE_SAVE_STATS;
+  plan->sampled_time = second.sampled_time;
   replace_backward(&second, FLCE_IN_FORWARD, plan);
   for (int id = 0; id < FLCE_COLLECTIVES; id++) {
     plan->collectives[id].backward = second.collectives[id].forward;

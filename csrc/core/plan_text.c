@@ -16,8 +16,8 @@
       X(INDEX, index), X(GATHERED_X, gathered_x), X(GATHERED_COEF, gathered_coef),                 \
       X(DX_ROWS, dx_rows), X(SCALED_X, scaled_x), X(DW_ACCUM, dw_accum), X(DW_BLOCK, dw_block),    \
       X(DB_ACCUM, db_accum), X(DB_PARTS, db_parts), X(SMOOTH, smooth), X(ORDER, order),            \
-      X(SAMPLES, lists), X(SAMPLE_ORDER, samples), X(COLUMN_SUM, column_sum), X(FUSED, fused),                        \
-      X(GEMM, gemm_workspace), X(TEACHER, teacher), X(DIVERGENCE, divergence),                     \
+      X(SAMPLES, samples), X(SAMPLE_ORDER, sample_order), X(COLUMN_SUM, column_sum),               \
+      X(FUSED, fused), X(GEMM, gemm_workspace), X(TEACHER, teacher), X(DIVERGENCE, divergence),    \
       X(SHARD_INPUT, shard_input), X(SHARD_TARGET, shard_target), X(SHARD_SCALARS, shard_scalars), \
       X(SHARD_STATS, shard_stats), X(PARTIAL_DX, own_terms), X(RECEIVED_DX, received_terms)
 #define FLCE_NAME(id, name) [FLCE_BUF_##id] = #name

@@ -1,12 +1,12 @@
 /* save=samples: the forward draws the lists of the rows, the backward makes the gradients from
- * them. Of a divergence the forward does both. */
+ * them. With `draws` (a sampled divergence) the forward does both. */
 #include "core/samples.h"
 
 #include "core/gradients.h"
 #include "core/shards.h"
 
-/* The lists from a computed row on. */
-static int32_t* lists_from(const execution* e, int64_t row) {
+/* The list of a computed row: in FLCE_BUF_SAMPLES with `draws`, else in `saved`. */
+static int32_t* list_of_row(const execution* e, int64_t row) {
   int32_t* own = buffer_ptr(e, FLCE_BUF_SAMPLES);
   return (own ? own : (int32_t*)e->tensors->saved) +
          row * flce_sample_pitch(e->problem->gradient_eps);
@@ -17,7 +17,7 @@ flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
   CALL(e, sample_rows,
        &(flce_sample_rows_args){.rows = &c->view,
-                                .lists = lists_from(e, c->first),
+                                .lists = list_of_row(e, c->first),
                                 .eps = problem->gradient_eps,
                                 .bits = flce_sample_bits(classes),
                                 .seed = e->tensors->seed,
@@ -40,7 +40,7 @@ static flce_status sampled_dx(const execution* e, const chunk* all) {
        &(flce_sampled_input_args){.dx = e->tensors->grad_input,
                                   .dx_dtype = e->plan->partial_dx_dtype,
                                   .rows = &rows,
-                                  .lists = lists_from(e, 0),
+                                  .lists = list_of_row(e, 0),
                                   .eps = e->problem->gradient_eps,
                                   .w = e->linear_weight,
                                   .dtype = e->plan->dtype,
@@ -94,7 +94,7 @@ static flce_status class_gradients(const execution* e, const chunk* all) {
   CALL(e, order_samples,
        &(flce_order_samples_args){.order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                   .rows = &rows,
-                                  .lists = lists_from(e, 0),
+                                  .lists = list_of_row(e, 0),
                                   .eps = problem->gradient_eps,
                                   .hidden = e->plan->weight_hidden});
   if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));

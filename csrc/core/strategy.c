@@ -8,8 +8,8 @@
  * (benchmarks/NOTES.md). */
 enum { SMALL_WEIGHT_BYTES = 128 << 20 };
 
-/* FLCE_SCALAR_LOSS_SCALE leaves room for |lse| up to 64 and a factor of 4: up to this z_loss an |lse|
- * of 1500 does not overflow. */
+/* FLCE_SCALAR_LOSS_SCALE assumes |lse| <= 64, and |dz| may be 4 times its bound:
+ * 1 + 2 z |lse| <= 4 (1 + 128 z), so at this z_loss |lse| < 1790. */
 static const double F16_Z_LOSS = 0x1p-10;
 
 static flce_strategy always(flce_save save) {

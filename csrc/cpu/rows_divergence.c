@@ -96,20 +96,20 @@ static void pass_over(const divergence_pass* pass, divergence_row* row, bool wri
   }
 }
 
-/* Stores 1 / the bound of the row's sum of |dz|, whose factor is known now. */
-static void store_inverse_size(const divergence_pass* pass, const divergence_row* row) {
+/* Replaces INV_SUM by 1 / an upper bound of the row's sum of |dz|. */
+static void store_inverse_bound(const divergence_pass* pass, const divergence_row* row) {
   const flce_divergence_args* call = pass->call;
   const row_pass* student = &pass->student;
   const double* sums = row->sums;
   double hard = call->hard_weight, factor = 0.0;
-  double missing = hard > 0.0 ? -expm1(-row_stat(student, FLCE_STAT_NLL, row->i)) : 0.0;
-  double size = flce_gradient_size(call->divergence, call->beta, sums[FLCE_DIVERGENCE_VALUE],
-                                   sums[FLCE_DIVERGENCE_MEAN]);
-  if (row->inv_sum[0] > 0.0)
-    factor = row_coef(student, FLCE_COEF_ROW, row->i) / row->inv_sum[0];
-  size = fabs(factor) * ((1.0 - hard) * size + 2.0 * hard * missing);
+  double rest = hard > 0.0 ? -expm1(-row_stat(student, FLCE_STAT_NLL, row->i)) : 0.0; /* 1 - p_y */
+  double bound = flce_gradient_bound(call->divergence, call->beta, sums[FLCE_DIVERGENCE_VALUE],
+                                     sums[FLCE_DIVERGENCE_MEAN]);
+  if (row->inv_sum[0] > 0.0) factor = row_coef(student, FLCE_COEF_ROW, row->i) / row->inv_sum[0];
+  bound = fabs(factor) * ((1.0 - hard) * bound + 2.0 * hard * rest);
   flce_store(student->rows->stats, student->stat,
-             FLCE_STAT_INV_SUM * student->rows->stat_pitch + row->i, size > 0.0 ? 1.0 / size : 0.0);
+             FLCE_STAT_INV_SUM * student->rows->stat_pitch + row->i,
+             bound > 0.0 ? 1.0 / bound : 0.0);
 }
 
 static void divergence_range(int64_t begin, int64_t end, void* context) {
@@ -142,7 +142,7 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
     else
       flce_cpu_fill_row(&pass->student, r, kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0);
     flce_cpu_pad_row(&pass->student, row_out(&pass->student, r), rows->out_columns);
-    if (valid && call->draws) store_inverse_size(pass, &row);
+    if (valid && call->stores_bound) store_inverse_bound(pass, &row);
   }
 }
 

@@ -54,11 +54,11 @@ def linear_divergence(
             softcap, logit_scale and temperature of the student's; temperature None: the student's.
         **options: as in `linear_cross_entropy`; the signature lists them. save: "auto" makes the
             gradients in the forward, but for reduction "none"; "stats" in the backward, which
-            computes all again. gradient="sampled": lists of each row's dz in place of the two GEMMs
-            of the gradients, unbiased (docs/sampled-reference.md). Gradients contain 1/temperature;
-            no factor temperature^2 is applied. accumulate_into: the backward adds linear_weight's
-            gradient there; made in the forward it is a tensor of its own until then, with the dtype
-            of linear_weight.
+            computes all again. gradient="sampled": two gathers over a few classes of each row
+            replace the two gradient GEMMs; unbiased (docs/sampled-reference.md). Gradients contain
+            1/temperature; no factor temperature^2 is applied. accumulate_into: the backward adds linear_weight's
+            gradient to that attribute; the forward still allocates it, in linear_weight's dtype, so
+            no memory is saved.
 
     Returns:
         The loss, float64 for float64 operands, else float32; shape (), or (...) for "none".

@@ -18,12 +18,12 @@ from ..validate import (
 )
 
 TAILS = ("class", "renormalize")
-_NOTHING = -1e4  # log-probability of an absent class: its exp is 0, and 0 times it too
+_NOTHING = -1e4  # log-probability of an absent class: finite, so 0 times it is 0; its exp is 0
 
 
 def _with_tail(logprobs, tail, least):
     """(..., K + 1) log-probabilities with the rest as one class, or (..., K) of those given that
-    it is one of them. least: probability of the rest, where rounding leaves it none."""
+    it is one of them. least: lower bound of the rest's probability, which rounding may make 0."""
     if tail == "renormalize":
         return logprobs.log_softmax(-1)
     total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-least)
@@ -67,10 +67,11 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     if reduction not in CHOICES["reduction"]:
         refuse("reduction", f"one of {CHOICES['reduction']}", repr(reduction))
     factor, items = options.pop("token_weight", None), options.pop("num_items", None)
+    known = {n: o for n, o in functional.OF_DIVERGENCE.items() if n not in ("shift", "cu_seqlens")}
+    check_names("linear_divergence", known, options)
+    if options.get("gradient", "exact") != "exact":
+        refuse("gradient", '"exact" with (ids, log-probabilities)', repr(options["gradient"]))
     _check(input, ids, logprobs, factor)
-    into = options.pop("accumulate_into", None)
-    check_names("linear_divergence", functional.OF_LOGPROBS_AT, options)
-    options["accumulate_into"] = into
     made = functional.logprobs_at_of(input, linear_weight, ids, options)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
     pair = (one.to(made.dtype).masked_fill(absent, _NOTHING) for one in (made, logprobs))

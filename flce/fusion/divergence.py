@@ -9,7 +9,8 @@ from . import loss, steps
 from .reentry import call_through
 from .steps import require
 
-_OPTIONS = {*OF_DIVERGENCE} - {"save"}  # of flce.fuse; and save="stats"
+# Of the values of save, flce.fuse's "stats" alone applies to a divergence.
+_OPTIONS = {*OF_DIVERGENCE} - {"save"}
 
 
 def elements(node, target, log_p):
@@ -34,7 +35,8 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     record, other, call = student.record, teacher.record, student.call
     require(student.is_pending() and teacher.is_pending() and record.shape == other.shape)
     require(not (teacher.call.requires_grad and teacher.call.grad and torch.is_grad_enabled()))
-    chosen = {k: v for k, v in call.fusion.options.items() if k in _OPTIONS or v == "stats"}
+    given = call.fusion.options
+    chosen = {k: v for k, v in given.items() if k in _OPTIONS or (k, v) == ("save", "stats")}
     if target is None:
         chosen.pop("valid_bound", None)
         target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=call.device)

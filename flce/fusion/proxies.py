@@ -50,7 +50,8 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
         if node.is_pending():
             has_graph = _has_own_graph(proxy)
             if function == _GRAD_FN:
-                # That of HookedLogits gets no gradient. DDP needs one to reduce static_graph's.
+                # HookedLogits' own grad_fn gets no gradient: hide it. DDP with static_graph only
+                # tests outputs for `grad_fn is None`; a true value counts as differentiable.
                 is_ddp = not is_compiling() and sys._getframe(1).f_globals.get("__name__") == _DDP
                 is_ddp = is_ddp and node.call.requires_grad and not node.call.loss_is_done
                 return _own_graph(proxy) if has_graph else is_ddp or None

@@ -15,7 +15,7 @@ struct divergence_params {
   row_args s, t; /* the student's rows and the teacher's */
   double beta, hard;
   void* partial;
-  bool sums, writes, draws;
+  bool sums, writes, stores_bound;
 };
 
 /* A row of both logits. hard, soft: the weights of the hard label and of the divergence; target:
@@ -214,14 +214,15 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
     if (out) pass_over<false, true, FAST, KIND>(pair, out);
   }
   if (out) pad_row(out, r.vocab, r.out_columns);
+  if (c.stores_bound) __syncthreads(); /* all threads have read INV_SUM */
   if (!c.writes || threadIdx.x > 0) return;
   S* loss = (S*)r.loss + ref.at;
   const S token = r.token_weight ? ((const S*)r.token_weight)[ref.at] : 1;
   *loss = pair.soft * token * pair.value + (pair.hard > 0 ? pair.hard * *loss : 0);
-  if (!out || !c.draws) return;
-  const S missing = pair.hard > 0 ? -expm1(-stat_row<S>(r, FLCE_STAT_NLL)[ref.at]) : 0;
-  const S size = flce_gradient_size<S>(KIND, pair.beta, pair.value, pair.mean);
-  const S bound = fabs(pair.factor) * (pair.soft * size + 2 * pair.hard * missing);
+  if (!out || !c.stores_bound) return;
+  const S rest = pair.hard > 0 ? -expm1(-stat_row<S>(r, FLCE_STAT_NLL)[ref.at]) : 0; /* 1 - p_y */
+  const S soft = flce_gradient_bound<S>(KIND, pair.beta, pair.value, pair.mean);
+  const S bound = fabs(pair.factor) * (pair.soft * soft + 2 * pair.hard * rest);
   stat_row<S>(r, FLCE_STAT_INV_SUM)[ref.at] = bound > 0 ? 1 / bound : 0;
 }
 
@@ -259,8 +260,8 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const divergence_kernel kernel = fast ? kernel_for<true>(call->divergence, z, out)
                                         : kernel_for<false>(call->divergence, z, out);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
-  const divergence_params params = {make_args(s),  make_args(t), call->beta,  call->hard_weight,
-                                    call->partial, call->sums,   call->writes, call->draws};
+  const divergence_params params = {make_args(s),  make_args(t), call->beta,   call->hard_weight,
+                                    call->partial, call->sums,   call->writes, call->stores_bound};
   kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);
   FLCE_LAUNCHED("divergence_rows");
   return FLCE_OK;
