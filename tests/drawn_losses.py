@@ -41,8 +41,8 @@ def sums(call, values, rows):
     parts = [values[b - rows.start : e - rows.start].sum() for _, b, e in own]
     return (
         torch.stack(parts) if parts else values.new_zeros(0),
-        torch.tensor([m for m, _, _ in own], dtype=torch.int64),
-        torch.tensor([e - b for _, b, e in own], dtype=values.dtype),
+        torch.tensor([m for m, _, _ in own], dtype=torch.int64, device=values.device),
+        torch.tensor([e - b for _, b, e in own], dtype=values.dtype, device=values.device),
     )
 
 

@@ -56,9 +56,9 @@ def linear_divergence(
             gradients in the forward, but for reduction "none"; "stats" in the backward, which
             computes all again. gradient="sampled": two gathers over a few classes of each row
             replace the two gradient GEMMs; unbiased (docs/sampled-reference.md). Gradients contain
-            1/temperature; no factor temperature^2 is applied. accumulate_into: the backward adds linear_weight's
-            gradient to that attribute; the forward still allocates it, in linear_weight's dtype, so
-            no memory is saved.
+            1/temperature; no factor temperature^2 is applied. accumulate_into: the backward adds
+            linear_weight's gradient to that attribute; the forward still allocates it, in
+            linear_weight's dtype, so no memory is saved.
 
     Returns:
         The loss, float64 for float64 operands, else float32; shape (), or (...) for "none".
