@@ -99,8 +99,8 @@ static void run(const setting* s, int threads, side* student, side* teacher, voi
   view.out = student->z; /* in place */
   view.out_dtype = s->dtype;
   view.out_pitch = view.out_columns = PITCH;
-  flce_divergence_args call = {&view,   &teacher->view, s->kind, s->beta,
-                               s->hard, partial,        true,    !s->split};
+  flce_divergence_args call = {&view,   &teacher->view, s->kind,   s->beta, s->hard,
+                               partial, true,           !s->split, true};
   CHECK_OK(b.divergence_rows(b.self, &call));
   call.sums = false;
   call.writes = true;
@@ -140,15 +140,19 @@ static void check(const setting* s, int threads) {
     CHECK(test_close(got, loss, slack * wide * fmax(fabs(loss), s->near > 0.0 ? 0.0 : 1.0)),
           "loss %.9g, expected %.9g, %s kind %d near %g", got, loss, flce_dtype_name(s->dtype),
           (int)s->kind, s->near);
+    double bounded = 0.0; /* sum |dz| over its stored bound */
     sum = size = 0.0;
     for (int64_t j = 0; j < VOCAB; j++) {
       double p = exp(a[j]), own = j == target[i] ? 1.0 : 0.0;
       double g = (1.0 - s->hard) * p * (by_p[j] - mean) + s->hard * (p - own), dz = slope[j] * g;
-      double error = flce_load(student.z, s->dtype, r * PITCH + j) - dz;
+      double made = flce_load(student.z, s->dtype, r * PITCH + j), error = made - dz;
+      bounded += fabs(made) * flce_load(student.stats, stat, FLCE_STAT_INV_SUM * TOKENS + i);
       sum += error * error;
       size += dz * dz;
       scale += g;
     }
+    CHECK(bounded > 0.0 && bounded <= 1.0 + 2.0 * eps + 1e-4,
+          "sum |dz| is %g of its bound, kind %d", bounded, (int)s->kind);
     CHECK(fabs(scale) < 1e-9, "the definition's gradient sums to %g", scale);
     CHECK(sqrt(sum) <= (1.5 * eps + 400.0 * wide) * sqrt(size) + 1e-30,
           "dz: error %.3g of %.3g, %s kind %d near %g hard %g cap %g gathered %d split %d",
