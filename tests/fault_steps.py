@@ -80,6 +80,14 @@ def of_adapter(given):
     return flce.linear_cross_entropy(x, w.detach(), given["target"], **pair)
 
 
+def of_divergence(given, **options):
+    teacher = {
+        "teacher_input": given["input"].detach() / 2,
+        "teacher_weight": strided(given["linear_weight"]),
+    }
+    return flce.linear_divergence(**given, **teacher, divergence="jsd", **options)
+
+
 head = flce.linear_cross_entropy
 ADDED = {"save": "stats", "accumulate_into": "grad", "max_memory": 7 * VOCAB * 4}
 SAMPLED = {"gradient": "sampled", "gradient_seed": torch.tensor(7)}
@@ -96,6 +104,8 @@ STEPS = {
     "rows' losses": (tensors, of_any_loss),
     "adapter": (tensors, of_adapter),
     "accumulate": (tensors, loss_of(head, ADDED)),
+    "divergence": (tensors, of_divergence),
+    "sampled divergence": (tensors, lambda given: of_divergence(given, **SAMPLED)),
 }
 
 

@@ -364,11 +364,12 @@ static void test_one_process(void) {
 }
 
 /* Divergences, whose gradients the forward makes, on one rank and on two. */
-static void test_divergences(void) {
+static void test_divergences(bool draws) {
   for (int ranks = 1; ranks <= RANKS; ranks++)
     for (int way = 0; way < 6; way++) {
-      setting s = make_way(FLCE_SAVE_GRADS, way);
+      setting s = make_way(draws ? FLCE_SAVE_SAMPLES : FLCE_SAVE_GRADS, way);
       flce_problem *p = &s.problem, teacher;
+      p->save = FLCE_SAVE_GRADS, p->sampled = draws;
       p->has_class_weight = false, p->loss.label_smoothing = 0.0;
       if (ranks > 1) p->ranks = ranks, p->classes = p->vocab;
       teacher = *p;
@@ -438,7 +439,8 @@ int main(void) {
   test_seed(11);
   test_ranks();
   test_one_process();
-  test_divergences();
+  test_divergences(false);
+  test_divergences(true);
   test_facts();
   test_given_logits();
   check_that_all_have_failed();
