@@ -3,6 +3,7 @@ with the wheel, pytest and nothing of the clone; tools/wheel_matrix.py runs it. 
 is one. No test compiles anything."""
 
 import io
+import math
 import random
 import subprocess
 import sys
@@ -130,6 +131,48 @@ def test_modules_compile_pickle_and_fuse():
     ):
         assert_near(one, other.double(), torch.float32)
     handle.remove()
+
+
+@pytest.fixture
+def readme():
+    """README.md and the module that reads its blocks, which tools/wheel_matrix.py puts here."""
+    if not Path("tests", "pages.py").is_file() or not Path("README.md").is_file():
+        pytest.skip("no README.md here")
+    sys.path.insert(0, "tests")
+    import pages
+
+    return Path("README.md").resolve(), pages
+
+
+def test_readme(readme):
+    page, pages = readme
+    names = {"__name__": "page"}
+    pages.run(page, names)
+    assert_near(
+        names["loss"],
+        names["F"]
+        .cross_entropy(names["head"](names["hidden"]).flatten(0, 1), names["labels"].flatten())
+        .detach()
+        .double(),
+        torch.float32,
+    )
+
+
+def test_readme_of_trainers(readme, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("trl")
+    page, pages = readme
+    (code,) = [block.code for block in pages.blocks_of(page) if "Trainer(model" in block.code]
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(256, (8, 16))]
+    given = {"output_dir": str(tmp_path), "max_steps": 2, "report_to": [], "save_strategy": "no"}
+    names = {"model": model, "data": data, "Trainer": transformers.Trainer}
+    names["arguments"] = transformers.TrainingArguments(**given)
+    exec(code, names)
+    trained = names["trainer"].train()
+    assert abs(trained.training_loss - math.log(256)) < 0.1
 
 
 def test_refusals_are_pythons_errors():

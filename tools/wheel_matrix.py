@@ -4,7 +4,8 @@
 
 TORCH@PYTHON makes an environment with that torch and removes it afterwards (up to 20 GB); a path
 names the interpreter of one that has torch, numpy and pytest, where the wheel is left installed.
-The tests run in an empty folder, with no compiler on PATH. Exit status 1 if one fails.
+The tests run in a folder with README.md alone, with no compiler on PATH; README's blocks that need
+a framework run where it is installed. Exit status 1 if one fails.
 """
 
 import argparse
@@ -42,6 +43,9 @@ def smoke(python, wheel, folder):
     """Installs the wheel and runs the tests; the environment's entry in the record."""
     pip(python, "--no-deps", "--force-reinstall", str(wheel))
     shutil.copy(SMOKE, folder)
+    shutil.copy(SMOKE.parents[1] / "README.md", folder)
+    (folder / "tests").mkdir()
+    shutil.copy(SMOKE.with_name("pages.py"), folder / "tests")
     environment = {"PATH": str(Path(python).parent), "HOME": str(folder), "OMP_NUM_THREADS": "2"}
     kept = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     environment |= {name: os.environ[name] for name in kept if name in os.environ}
