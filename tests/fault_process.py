@@ -112,9 +112,19 @@ def threads():
     print("threads")
 
 
+def wait_for_ended_threads():
+    """While a thread ends it returns its memory to MKL's allocator, whose lock a child that is
+    forked then would never get: Python's join does not wait for that."""
+    before, now = 0, len(os.listdir("/proc/self/task"))
+    while now != before:
+        time.sleep(0.2)
+        before, now = now, len(os.listdir("/proc/self/task"))
+
+
 def fork():
     """A child of one thread has the bits of its parent, whose threads it lacks. With a GPU torch
     refuses a backward in the child: its autograd has a thread for each device."""
+    wait_for_ended_threads()
     leaves = make()
     made_by = forward if torch.cuda.is_available() else results
     torch.set_num_threads(2)
@@ -122,6 +132,7 @@ def fork():
     torch.set_num_threads(1)
     expected = made_by(leaves)
     if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(60)
         torch.set_num_threads(1)
         os._exit(0 if same(made_by(leaves), expected) else 1)
@@ -132,12 +143,14 @@ def fork():
 
 def leave():
     """The process ends while a thread computes and a loss waits for its backward."""
-    leaves, begun = make(), threading.Event()
+    leaves, begun, leaving = make(), threading.Event(), threading.Event()
 
     def work():
-        for _ in range(20):
+        while not leaving.is_set():
             step(leaves)
             begun.set()
+        for _ in range(20):
+            step(leaves)
         print("the thread's steps", flush=True)
 
     global kept
@@ -145,6 +158,7 @@ def leave():
     threading.Thread(target=work).start()
     begun.wait()
     print("exit", flush=True)
+    leaving.set()
     sys.exit(0)
 
 
