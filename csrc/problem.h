@@ -290,6 +290,11 @@ static inline int64_t flce_no_class(const flce_problem* problem) {
   return problem->topk > 0 ? -1 : problem->loss.ignore_index;
 }
 
+/* Whether gradients are sampled: as asked for, or by the strategy. */
+static inline bool flce_is_sampled(const flce_problem* problem) {
+  return problem->sampled || problem->save == FLCE_SAVE_SAMPLES;
+}
+
 static inline bool flce_is_sharded(const flce_problem* problem) {
   return problem->ranks > 1;
 }

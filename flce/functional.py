@@ -290,14 +290,20 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     gaps = -_logprobs_of_classes(made, at).masked_fill(absent | (probabilities == 0), 0.0)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
     rows = rows if factor is None else rows * factor.to(rows.dtype)
+    loss = reduced(rows, absent.all(dim=-1), reduction, items, input)
+    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
+    return made if any(value is not None for value in made[1:]) else loss
+
+
+def reduced(rows, ignored, reduction, items, input):
+    """The loss of those of rows (...), 0 where `ignored`; items: num_items."""
     loss = rows if reduction == "none" else rows.sum()
     if items is not None:
         items = validate.num_items_tensor(items, reduction, input)
     if reduction == "mean":
-        count = (~absent.all(dim=-1)).sum().to(loss.dtype) if items is None else items
+        count = (~ignored).sum().to(loss.dtype) if items is None else items
         loss = loss * torch.where(count == 0, 0.0, 1.0 / count)
-    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
-    return made if any(value is not None for value in made[1:]) else loss
+    return loss
 
 
 def cross_entropy(logits, target, **options):

@@ -59,12 +59,12 @@ def results(call, ranks=None):
     for name, tensor in call.leaves.items():
         own = ranks.sliced(call, name, tensor) if ranks else tensor
         leaves[name] = own.detach().requires_grad_(name in call.needs)
-    weight, before, held = leaves["linear_weight"], 0.0, None
+    weight, before, accumulated = leaves["linear_weight"], 0.0, None
     if into == "main_grad" or into and call.seed % 2:  # an absent .grad is made
         wide = into == "main_grad" and weight.dtype != torch.float64
         before = 0.5 if weight.dtype == torch.float64 else 0.0  # float32 would round the sum to it
-        held = torch.full_like(weight, before, dtype=torch.float32 if wide else weight.dtype)
-        setattr(weight, into, held)
+        accumulated = torch.full_like(weight, before, dtype=torch.float32 if wide else weight.dtype)
+        setattr(weight, into, accumulated)
     outputs, found = run(call, leaves, **(ranks.options(call) if ranks else {}))
     names = sorted(call.needs)
     repeats = [leaves[name] for name in names] if into is None and call.seed % 4 == 0 else []
@@ -73,10 +73,10 @@ def results(call, ranks=None):
     grads += [(name, grad) for name, grad in zip(names, alone, strict=False) if grad is not None]
     if ranks:
         grads = [(name, ranks.summed(call, name, grad)) for name, grad in grads]
-    if held is not None:
-        assert getattr(weight, into) is held
+    if accumulated is not None:
+        assert getattr(weight, into) is accumulated
         assert into == "grad" or weight.grad is None or not weight.grad.any()
-        grads = [(n, held - before if n == "linear_weight" else g) for n, g in grads]
+        grads = [(n, accumulated - before if n == "linear_weight" else g) for n, g in grads]
     return outputs, found, grads
 
 

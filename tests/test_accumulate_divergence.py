@@ -55,14 +55,14 @@ def test_adds_the_plain_gradient(device, attribute, how, dtype):
     # Of one sum of two gradients; the GEMMs that add to the attribute sum in another order.
     roundings = 16 if "classes" in how else 2
     before = hold(weight, attribute)
-    held = getattr(weight, attribute)
+    added_to = getattr(weight, attribute)
     for times in (1, 2):
         assert torch.equal(backward(x, weight, given, attribute), dx)
         expected = before + times * dw
         size = before.abs() + times * (dw.abs() + dw.abs().max())
         allowed = roundings * cases.LOGIT_ROUNDING[dtype] * size
-        assert ((held.double() - expected).abs() <= allowed).all()
-    assert getattr(weight, attribute) is held and (attribute == "grad" or weight.grad is None)
+        assert ((added_to.double() - expected).abs() <= allowed).all()
+    assert getattr(weight, attribute) is added_to and (attribute == "grad" or weight.grad is None)
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -64,7 +64,7 @@ static flce_status check_samples(const flce_problem* problem) {
   const flce_loss* loss = &problem->loss;
   double eps = problem->gradient_eps;
   flce_save save = problem->save;
-  bool sampled = problem->sampled || save == FLCE_SAVE_SAMPLES, unset = eps == 0.0 && !sampled;
+  bool sampled = flce_is_sampled(problem), unset = eps == 0.0 && !sampled;
   bool exact = save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_GRADS || save == FLCE_SAVE_STATS;
   EXPECT(!sampled || !exact || problem->teacher,
          "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"", flce_save_name(save));

@@ -177,8 +177,7 @@ flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_problem* given, flce_
   facts->compact_bytes = facts->sample_bytes = 0;
   FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
   facts->order_bytes = order_bytes(problem->tokens);
-  if (problem->sampled || problem->save == FLCE_SAVE_SAMPLES)
-    FLCE_TRY(sample_bytes(problem, &facts->sample_bytes));
+  if (flce_is_sampled(problem)) FLCE_TRY(sample_bytes(problem, &facts->sample_bytes));
   FLCE_TRY(sm90_facts(gpu->capability, problem, facts));
   /* Rows may be gathered. */
   if (problem->rows < problem->tokens || facts->skips_rows || problem->gathers)

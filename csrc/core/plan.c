@@ -2,6 +2,7 @@
  * strategy of the row passes, buffers and their offsets). Pure: no allocation, no device call. The
  * number of rows of a chunk is chosen in chunks.c. */
 #include "core/plan.h"
+#include "core/plan_counts.h"
 
 #include "backend.h"
 #include "loss.h"
@@ -27,20 +28,10 @@ enum {
   DW_BLOCK_BYTES = 4 << 20,
 };
 
-static bool makes_gradients(const flce_problem* problem) {
-  return problem->save != FLCE_SAVE_NOTHING &&
-         (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
-}
-
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
   return keeps_nothing && !plan->finds_classes && !plan->compares;
-}
-
-/* True if gradients are sums over lists, not GEMMs. */
-static bool draws_samples(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_SAMPLES || plan->draws;
 }
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -523,64 +514,6 @@ static void assign_offsets(flce_plan* plan) {
                          : plan->backward_peak_bytes;
 }
 
-static void count_gemms(const flce_problem* problem, flce_plan* plan) {
-  int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
-  int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
-  bool grads = plan->save == FLCE_SAVE_GRADS;
-  int64_t others = problem->teacher && !problem->teacher->gives_logits;
-  plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
-  int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
-  plan->backward_gemms = plan->backward_chunks * (logits + gradients);
-}
-
-/* The calls of shards.c. */
-static void count_collectives(const flce_problem* problem, flce_plan* plan) {
-  plan->ranks = flce_is_sharded(problem) ? problem->ranks : 1;
-  if (plan->ranks == 1) return;
-  int64_t others = problem->ranks - 1;
-  bool gradients = makes_gradients(problem), grads = plan->save == FLCE_SAVE_GRADS;
-  if (problem->input_is_sharded) {
-    int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
-    int64_t x = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
-    const flce_problem* teacher = problem->teacher; /* gathers its own */
-    bool both = teacher && teacher->input_is_sharded;
-    int64_t other = both ? x / problem->hidden * teacher->hidden : 0;
-    plan->collectives[FLCE_ALL_GATHER_INPUT] =
-        (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
-  }
-  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
-  int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
-  int64_t kinds = plan->compares ? 3 : 1; /* of student and teacher, and sums */
-  plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
-      (flce_collective){each_chunk ? kinds * plan->chunks : problem->rows > 0, 0,
-                        kinds * others * problem->rows * parts};
-  if (!gradients || !sums_input(problem)) return;
-  int64_t received = others * summed_elements(problem);
-  plan->collectives[FLCE_ALL_TO_ALL_DX] =
-      (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};
-  if (problem->input_is_sharded) return;
-  plan->collectives[FLCE_ALL_GATHER_DX] =
-      (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
-}
-
-/* Bytes that the passes of save=samples move, by the multiply-adds of the GEMMs that they replace.
- * Float32 GEMMs take ten times as long as 16-bit ones on a GPU, and a CPU moves few bytes for each
- * multiply-add. Both kinds of gradients write dW once. */
-static double estimate_sampled_time(const flce_problem* problem, const flce_facts* facts,
-                                    const flce_plan* plan) {
-  const double kSlowAddsPerByte = 8.0;
-  double n = (double)problem->rows, h = (double)plan->hidden, v = (double)problem->vocab;
-  double gemms = (problem->want_grad_input ? 1.0 : 0.0) + (problem->want_grad_weight ? 1.0 : 0.0);
-  if (n == 0.0 || gemms == 0.0) return 0.0;
-  double size = (double)flce_size_of(plan->dtype),
-         entries = (double)flce_most_samples(problem->gradient_eps);
-  bool fast = facts->multiprocessors > 0 && size == 2.0;
-  double dw = problem->want_grad_weight ? v * h * size : 0.0;
-  double moved = gemms * n * entries * h * size + n * v * (double)flce_size_of(plan->exp_dtype);
-  double adds = fast ? kAddsPerByte : kSlowAddsPerByte;
-  return (moved + dw) * adds / (gemms * n * v * h + dw * adds);
-}
-
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   memset(plan, 0, sizeof *plan);
   FLCE_TRY(flce_check_problem(problem));
@@ -593,9 +526,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   list_gradient_workspace(problem, facts, plan);
   list_shard_workspace(problem, plan);
   assign_offsets(plan);
-  count_gemms(problem, plan);
-  count_collectives(problem, plan);
-  if (draws_samples(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
+  flce_count_plan(problem, facts, plan);
   return FLCE_OK;
 }
 

@@ -1,9 +1,17 @@
-/* What plan.c and the files that execute the plan have to agree on. */
+/* What plan.c, plan_counts.c and the files that execute the plan have to agree on. */
 #ifndef FLCE_PLAN_H
 #define FLCE_PLAN_H
 
 #include "core/chunks.h"
 
+static inline bool makes_gradients(const flce_problem* problem) {
+  return problem->save != FLCE_SAVE_NOTHING &&
+         (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
+}
+/* True if gradients are sums over lists, not GEMMs. */
+static inline bool draws_samples(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_SAMPLES || plan->draws;
+}
 /* Whether the ranks' partial dX is exchanged and summed. */
 static inline bool sums_input(const flce_problem* problem) {
   return flce_is_sharded(problem) && problem->want_grad_input && !problem->partial_grad_input &&

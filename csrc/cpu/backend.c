@@ -90,7 +90,7 @@ flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* 
   *out = (flce_facts){.order_bytes = flce_cpu_order_bytes(problem->tokens),
                       .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
   flce_facts_of_type(true, problem->dtype, out);
-  if (problem->sampled || problem->save == FLCE_SAVE_SAMPLES)
+  if (flce_is_sampled(problem))
     out->sample_bytes = flce_cpu_sample_bytes(problem->rows, problem->vocab, problem->gradient_eps);
   return FLCE_OK;
 }

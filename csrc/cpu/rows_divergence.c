@@ -79,13 +79,18 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
   row->sums[FLCE_DIVERGENCE_MEAN] += sum;
 }
 
+/* a k: ROW without INV_SUM; 0 where all l of a rank are -inf. */
+static double row_gradient_factor(const divergence_pass* pass, const divergence_row* row) {
+  double inv_sum = row->inv_sum[0];
+  return inv_sum > 0.0 ? row_coef(&pass->student, FLCE_COEF_ROW, row->i) / inv_sum : 0.0;
+}
+
 /* The sums of a row over its classes or, with `writes`, its dz. */
 static void pass_over(const divergence_pass* pass, divergence_row* row, bool writes) {
   const row_pass* student = &pass->student;
   const flce_rows* rows = student->rows;
   int64_t y = rows->target[row->i];
-  bool some = writes && row->inv_sum[0] > 0.0;
-  double factor = some ? row_coef(student, FLCE_COEF_ROW, row->i) / row->inv_sum[0] : 0.0;
+  double factor = writes ? row_gradient_factor(pass, row) : 0.0;
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {
     end = row_span_end(begin, rows->vocab);
     load_span(pass, row, begin, end);
@@ -101,11 +106,10 @@ static void store_inverse_bound(const divergence_pass* pass, const divergence_ro
   const flce_divergence_args* call = pass->call;
   const row_pass* student = &pass->student;
   const double* sums = row->sums;
-  double hard = call->hard_weight, factor = 0.0;
+  double hard = call->hard_weight, factor = row_gradient_factor(pass, row);
   double rest = hard > 0.0 ? -expm1(-row_stat(student, FLCE_STAT_NLL, row->i)) : 0.0; /* 1 - p_y */
   double bound = flce_gradient_bound(call->divergence, call->beta, sums[FLCE_DIVERGENCE_VALUE],
                                      sums[FLCE_DIVERGENCE_MEAN]);
-  if (row->inv_sum[0] > 0.0) factor = row_coef(student, FLCE_COEF_ROW, row->i) / row->inv_sum[0];
   bound = fabs(factor) * ((1.0 - hard) * bound + 2.0 * hard * rest);
   flce_store(student->rows->stats, student->stat,
              FLCE_STAT_INV_SUM * student->rows->stat_pitch + row->i,

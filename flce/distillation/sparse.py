@@ -13,7 +13,6 @@ from ..validate import (
     check_same_device,
     check_shape,
     check_tensor,
-    num_items_tensor,
     refuse,
 )
 
@@ -81,10 +80,4 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     rows = rows if factor is None else rows * factor.to(rows.dtype)
     ignored = absent.all(dim=-1)
     rows = rows.masked_fill(ignored, 0.0)
-    loss = rows if reduction == "none" else rows.sum()
-    if items is not None:
-        items = num_items_tensor(items, reduction, input)
-    if reduction == "mean":
-        count = (~ignored).sum().to(loss.dtype) if items is None else items
-        loss = loss * torch.where(count == 0, 0.0, 1.0 / count)
-    return loss
+    return functional.reduced(rows, ignored, reduction, items, input)

@@ -1,0 +1,70 @@
+/* What a plan costs other than memory: its GEMMs, its collectives, and the time of sampled
+ * gradients. Pure, as plan.c. */
+#include "core/plan_counts.h"
+
+#include "backend.h"
+#include "core/plan.h"
+
+static void count_gemms(const flce_problem* problem, flce_plan* plan) {
+  int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
+  int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
+  bool grads = plan->save == FLCE_SAVE_GRADS;
+  int64_t others = problem->teacher && !problem->teacher->gives_logits;
+  plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
+  int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
+  plan->backward_gemms = plan->backward_chunks * (logits + gradients);
+}
+
+/* The calls of shards.c. */
+static void count_collectives(const flce_problem* problem, flce_plan* plan) {
+  plan->ranks = flce_is_sharded(problem) ? problem->ranks : 1;
+  if (plan->ranks == 1) return;
+  int64_t others = problem->ranks - 1;
+  bool gradients = makes_gradients(problem), grads = plan->save == FLCE_SAVE_GRADS;
+  if (problem->input_is_sharded) {
+    int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
+    int64_t x = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
+    const flce_problem* teacher = problem->teacher; /* gathers its own */
+    bool both = teacher && teacher->input_is_sharded;
+    int64_t other = both ? x / problem->hidden * teacher->hidden : 0;
+    plan->collectives[FLCE_ALL_GATHER_INPUT] =
+        (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
+  }
+  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
+  int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
+  int64_t kinds = plan->compares ? 3 : 1; /* of student and teacher, and sums */
+  plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
+      (flce_collective){each_chunk ? kinds * plan->chunks : problem->rows > 0, 0,
+                        kinds * others * problem->rows * parts};
+  if (!gradients || !sums_input(problem)) return;
+  int64_t received = others * summed_elements(problem);
+  plan->collectives[FLCE_ALL_TO_ALL_DX] =
+      (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};
+  if (problem->input_is_sharded) return;
+  plan->collectives[FLCE_ALL_GATHER_DX] =
+      (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
+}
+
+/* Bytes that the passes of save=samples move, by the multiply-adds of the GEMMs that they replace.
+ * Float32 GEMMs take ten times as long as 16-bit ones on a GPU, and a CPU moves few bytes for each
+ * multiply-add. Both kinds of gradients write dW once. */
+static double estimate_sampled_time(const flce_problem* problem, const flce_facts* facts,
+                                    const flce_plan* plan) {
+  const double kSlowAddsPerByte = 8.0;
+  double n = (double)problem->rows, h = (double)plan->hidden, v = (double)problem->vocab;
+  double gemms = (problem->want_grad_input ? 1.0 : 0.0) + (problem->want_grad_weight ? 1.0 : 0.0);
+  if (n == 0.0 || gemms == 0.0) return 0.0;
+  double size = (double)flce_size_of(plan->dtype),
+         entries = (double)flce_most_samples(problem->gradient_eps);
+  bool fast = facts->multiprocessors > 0 && size == 2.0;
+  double dw = problem->want_grad_weight ? v * h * size : 0.0;
+  double moved = gemms * n * entries * h * size + n * v * (double)flce_size_of(plan->exp_dtype);
+  double adds = fast ? kAddsPerByte : kSlowAddsPerByte;
+  return (moved + dw) * adds / (gemms * n * v * h + dw * adds);
+}
+
+void flce_count_plan(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  count_gemms(problem, plan);
+  count_collectives(problem, plan);
+  if (draws_samples(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
+}
