@@ -2,7 +2,7 @@
  * all strategies (flce_save) share. It executes the plan by calling a backend's functions. Sizes,
  * dtypes and buffers are decided in plan.c, the arithmetic is the backend's. */
 #include "core/gradients.h"
-#include "core/plan.h"
+#include "core/plan_rules.h"
 #include "core/samples.h"
 #include "core/shards.h"
 #include "core/plan_call.h"

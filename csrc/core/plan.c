@@ -1,7 +1,7 @@
 /* flce_plan_make: all decisions that follow from the problem and the device's facts (form, dtypes,
  * strategy of the row passes, buffers and their offsets). Pure: no allocation, no device call. The
  * number of rows of a chunk is chosen in chunks.c. */
-#include "core/plan.h"
+#include "core/plan_rules.h"
 #include "core/plan_counts.h"
 
 #include "backend.h"

@@ -3,7 +3,7 @@
 #include "core/plan_counts.h"
 
 #include "backend.h"
-#include "core/plan.h"
+#include "core/plan_rules.h"
 
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;

@@ -9,7 +9,7 @@
  * by an all-gather, if the caller's is sharded by tokens. */
 #include "core/shards.h"
 
-#include "core/plan.h"
+#include "core/plan_rules.h"
 
 static flce_shard own_classes(const execution* e) {
   return (flce_shard){.first = e->problem->first_class, .count = e->problem->vocab};

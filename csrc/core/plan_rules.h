@@ -1,6 +1,6 @@
 /* What plan.c, plan_counts.c and the files that execute the plan have to agree on. */
-#ifndef FLCE_PLAN_H
-#define FLCE_PLAN_H
+#ifndef FLCE_PLAN_RULES_H
+#define FLCE_PLAN_RULES_H
 
 #include "core/chunks.h"
 
