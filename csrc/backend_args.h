@@ -181,6 +181,10 @@ typedef struct flce_rows {
   /* [H] stat dtype: sum_j w_j W_j for fused_logits with label smoothing, if it is known already and
    * z has neither bias nor softcap. Or NULL. */
   const void* wsum;
+  /* fused_logits of a divergence's student: gemm->c holds the float32 z of this teacher, whose
+   * statistics are complete, and gets 32 bits for each class from which divergence_rows makes p, q
+   * and d, in a format of the backend's own; or NULL. */
+  const struct flce_rows* teacher;
 } flce_rows;
 
 /* Sums over the classes of a row that a divergence is made of: the divergence, of terms that are
@@ -193,6 +197,9 @@ typedef struct flce_divergence_args {
    * holds that of the target, and out are written. out NULL: no gradients; else coef too. */
   const flce_rows* student;
   const flce_rows* teacher; /* its z may have another dtype */
+  /* The scratch of the student's fused_logits where its z has been written with flce_rows.teacher
+   * set, so that the teacher's z is not read; else NULL. */
+  const void* pairs;
   flce_divergence divergence;
   double beta, hard_weight; /* of flce_problem */
   /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL

@@ -348,6 +348,52 @@ def test_kernels_of_hopper(cuda, monkeypatch, kind, kernel):
                 assert error <= bound, (name, how, error)
 
 
+def distant(case, device, how):
+    """A teacher of the student's x, and options: near by the hidden columns that the student lacks,
+    far by the scale of its logits or by classes that the student rules out."""
+    rows, hidden = case.input.shape
+    draw = cases.generator(5)
+    bias = torch.zeros(len(case.linear_weight))
+    if how == "unlikely":  # no target, but every tenth other class
+        bias[::10] = 100.0
+        bias[case.target[case.target >= 0].cpu()] = -80.0
+    more = torch.randn(rows, 64, generator=draw).to(case.input)
+    near = torch.randn(len(case.linear_weight), 64, generator=draw) / 64**0.5
+    step = {"near": 2.0**-10, "nearer": 2.0**-14}.get(how, 1.0)
+    scale = {"spread": 8.0, "flat": 1e-3}.get(how, 1.0)
+    options = {
+        "teacher_input": torch.cat((case.input, more), dim=-1),
+        "teacher_weight": torch.cat((case.linear_weight, (near * step).to(case.input)), dim=-1),
+        "temperature": (0.5 + torch.rand(rows, generator=draw)).to(device) / scale,
+        "teacher_temperature": (0.5 + torch.rand(rows, generator=draw)).to(device) / scale,
+    }
+    if "near" in how:
+        options["teacher_temperature"] = options["temperature"]
+    return options, bias.to(device)
+
+
+@pytest.mark.parametrize("how", ["near", "nearer", "spread", "flat", "unlikely"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_of_near_and_far_logits(cuda, monkeypatch, kind, how):
+    """32 bits for both logits of a class: errors of the gradient relative to the gradient, which
+    is small where student and teacher are near, against those of all float32 logits."""
+    case = cases.make_case(600, 256, 5003, dtype=torch.bfloat16, device=cuda)
+    case = cases.ignore_some(case, every=5)
+    options, bias = distant(case, cuda, how)
+    named = {"input": case.input, "linear_weight": case.linear_weight, "linear_bias": bias}
+    options |= {"divergence": kind, "target": case.target, "max_memory": "12MB"}
+    tensors = {n: t.double() for n, t in options.items() if n.startswith("teacher_")}
+    truth = outcome(definition, {n: t.double() for n, t in named.items()}, {**options, **tensors})
+    errors = {}
+    for kernel in ("fused", "gemm"):
+        monkeypatch.setenv("FLCE_KERNEL", kernel)
+        made = outcome(flce.linear_divergence, named, options)
+        errors[kernel] = {n: cases.relative_error(v, truth[n]) for n, v in made.items()}
+    for name, error in errors["fused"].items():
+        bound = 2e-5 if name == "loss" else 2.5e-3
+        assert error <= max(bound, 1.5 * errors["gemm"][name]), (name, errors)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tail", ["class", "renormalize"])
 def test_teacher_of_a_few_classes(device, tail, kind):

@@ -112,11 +112,13 @@ static flce_status fill_logits_gemm(const execution* e, const chunk* c, flce_gem
   return chunk_input(e, c, &gemm->a);
 }
 
-/* Sets C of the logits GEMM: the saved buffer if the plan writes z there, else the chunk's logits
- * buffer. */
+/* Sets C of the logits GEMM: the saved buffer if the plan writes z there, the teacher's logits if
+ * pairs overwrite them, else the chunk's logits buffer. */
 static void set_z_destination(const execution* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
-  gemm->c = plan->z_in_saved ? saved_rows(e, c->first) : buffer_ptr(e, FLCE_BUF_LOGITS);
+  gemm->c = plan->z_in_saved ? saved_rows(e, c->first)
+            : plan->pairs    ? (void*)c->teacher.z
+                             : buffer_ptr(e, FLCE_BUF_LOGITS);
   gemm->c_dtype = plan->z_dtype;
   gemm->pitch_c = plan->z_pitch;
   set_z(&c->view, gemm->c, plan->z_dtype, plan->z_pitch);
@@ -145,6 +147,7 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
+  if (plan->pairs) rows->teacher = &c->teacher;
   /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
   if (gradients && e->problem->want_grad_input && !e->bias)
@@ -271,8 +274,8 @@ static flce_status given_logits(const execution* e, chunk* c) {
   return FLCE_OK;
 }
 
-/* Its logits of the rows of the student's chunk, and their statistics. */
-static flce_status teacher_rows(const execution* e, chunk* c) {
+/* Logits of a chunk, and their statistics over this rank's classes. `e`: the teacher's. */
+static flce_status teacher_logits(const execution* e, chunk* c) {
   if (e->problem->vocab == 0) return FLCE_OK;
   if (e->plan->fuses_rows) {
     flce_gemm gemm;
@@ -284,21 +287,28 @@ static flce_status teacher_rows(const execution* e, chunk* c) {
   return pass_rows(e, c);
 }
 
-/* Losses of a chunk of a divergence and, with save=grads, dz. */
-static flce_status compare_rows(const execution* e, const chunk* c, bool gradients) {
+/* Sets c->teacher, of the rows of the student's chunk `c`. */
+static flce_status teacher_rows(const execution* e, chunk* c) {
   const execution* teacher = &e->teacher->own;
   chunk other = open_chunk(teacher, c->first, e->plan->chunk_rows, teacher->plan->gathered_x);
   other.view.index = c->view.index;
-  flce_rows student = c->view;
-  FLCE_TRY(teacher_rows(teacher, &other));
+  FLCE_TRY(teacher_logits(teacher, &other));
   FLCE_TRY(flce_begin_all_gather_statistics(teacher, &other));
   FLCE_TRY(flce_wait_all_gather_statistics(teacher, &other));
+  c->teacher = other.view;
+  return FLCE_OK;
+}
+
+/* Losses of a chunk of a divergence and, with save=grads, dz. */
+static flce_status compare_rows(const execution* e, const chunk* c, bool gradients) {
+  flce_rows student = c->view;
   if (gradients)
     student.coef = c->coef;
   else
     student.out = NULL;
   flce_divergence_args call = {.student = &student,
-                               .teacher = &other.view,
+                               .teacher = &c->teacher,
+                               .pairs = e->plan->pairs ? buffer_ptr(e, FLCE_BUF_FUSED) : NULL,
                                .divergence = e->problem->divergence,
                                .beta = e->problem->beta,
                                .hard_weight = e->problem->hard_weight,
@@ -364,7 +374,7 @@ static flce_status begin_rows(const execution* e, bool gradients, bool overlaps)
 /* Logits of a chunk, their statistics and loss, and E if the strategy needs it. */
 static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
   const flce_plan* plan = e->plan;
-  bool begins = c->first == 0;
+  bool begins = c->first == 0 && !plan->compares;
   flce_gemm gemm;
   flce_rows rows;
   bool fuses = plan->fuses_rows && e->problem->vocab > 0;
@@ -409,6 +419,10 @@ static flce_status class_logits(const execution* e) {
 static flce_status forward_rows(const execution* e, chunk* c, bool gradients) {
   bool samples = e->plan->save == FLCE_SAVE_SAMPLES;
   flce_rows caller = c->view;
+  if (e->plan->compares) {
+    if (c->first == 0) FLCE_TRY(begin_rows(e, gradients, false));
+    FLCE_TRY(teacher_rows(e, c));
+  }
   flce_enable_partial_sums(e, &c->view);
   FLCE_TRY(compute_rows(e, c, gradients));
   c->view.options = caller.options; /* what follows needs the caller's */

@@ -21,10 +21,11 @@ static int64_t number_count(const flce_problem* p) {
          2 * p->wants_predictions;
 }
 
-/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], and `retry`, which
- * has 1 + ceil(rows / 256) elements, at most two a row. */
-static int64_t scratch_row_bytes(int64_t vocab, int64_t numbers) {
-  return 4 * (numbers * flce_ceil_div(vocab, FLCE_TILE_COLUMNS) + 8);
+/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], four numbers of a
+ * divergence's pairs, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a row. */
+static int64_t scratch_row_bytes(const flce_problem* p) {
+  return 4 *
+         (number_count(p) * flce_ceil_div(p->vocab, FLCE_TILE_COLUMNS) + 8 + (p->teacher ? 4 : 0));
 }
 
 /* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row
@@ -78,12 +79,21 @@ static bool suits_fused_gemm(const flce_problem* p) {
   return !p->unaligned && !(p->has_probabilities && others);
 }
 
+/* Whether the fused kernels run both logits GEMMs of a divergence and write pairs. With a softcap
+ * its slope would have to be made from them too. */
+static bool suits_pairs(const flce_problem* p, bool always) {
+  const flce_problem* t = p->teacher;
+  return t && !t->gives_logits && !flce_is_sharded(p) && !flce_caps_logits(&p->loss) &&
+         !flce_caps_logits(&t->loss) && suits_sm90(t) && suits_fused_gemm(t) &&
+         (always || t->hidden >= kLeastHidden);
+}
+
 /* Sets the facts of the sm_90a kernels, fused_*, skips_rows, bias_parts. They are 0 or false where
  * the compute capability, FLCE_KERNEL or the problem rules the kernels out; skips_rows does not
  * depend on FLCE_KERNEL. */
 static flce_status sm90_facts(int64_t capability, const flce_problem* p, flce_facts* facts) {
   facts->fused_row_bytes = facts->fused_tile_rows = facts->bias_parts = 0;
-  facts->skips_rows = facts->fused_writes_z = false;
+  facts->skips_rows = facts->fused_writes_z = facts->fused_pairs = false;
   kernel_choice choice;
   FLCE_TRY(asked_kernel(&choice));
   if (capability != 90 || !suits_sm90(p)) return FLCE_OK;
@@ -92,9 +102,10 @@ static flce_status sm90_facts(int64_t capability, const flce_problem* p, flce_fa
   if (choice == GEMM_KERNEL) return FLCE_OK;
   if (is_bf16 && !p->weight_unaligned) facts->bias_parts = flce_bias_parts(p->hidden);
   if (suits_fused_gemm(p) && (always || p->rows >= kLeastRows)) {
-    facts->fused_row_bytes = scratch_row_bytes(p->vocab, number_count(p));
+    facts->fused_row_bytes = scratch_row_bytes(p);
     facts->fused_tile_rows = FLCE_CLUSTER_ROWS;
     facts->fused_writes_z = always || p->hidden >= kLeastHidden;
+    facts->fused_pairs = facts->fused_writes_z && suits_pairs(p, always);
   }
   return FLCE_OK;
 }

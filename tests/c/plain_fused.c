@@ -26,6 +26,29 @@ static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
   }
 }
 
+/* Pairs are the student's z; the teacher's is copied before it is overwritten. */
+static void* g_teacher_z;
+
+static void keep_teacher(const flce_rows* teacher) {
+  int64_t bytes = teacher->rows * teacher->z_pitch * flce_size_of(teacher->z_dtype);
+  free(g_teacher_z);
+  g_teacher_z = malloc((size_t)bytes);
+  memcpy(g_teacher_z, teacher->z, (size_t)bytes);
+}
+
+static flce_status plain_divergence_rows(void* self, const flce_divergence_args* call) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  flce_rows teacher = *call->teacher;
+  flce_divergence_args with_teacher = *call;
+  with_teacher.teacher = &teacher;
+  with_teacher.pairs = NULL;
+  if (call->pairs) teacher.z = g_teacher_z;
+  flce_status status = b.divergence_rows(b.self, &with_teacher);
+  if (call->pairs) free(g_teacher_z), g_teacher_z = NULL;
+  return status;
+}
+
 /* fused_logits and fused_statistics by their definition: the GEMM, then a row pass. Both happen in
  * fused_statistics; fused_logits leaves its output untouched. */
 static flce_status plain_fused_logits(void* self, const flce_gemm* gemm, const flce_rows* rows,
@@ -52,6 +75,10 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   view.z = product.c;
   flce_status status = b.gemm(b.self, &product, NULL, 0);
   if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
+  if (rows->teacher) {
+    CHECK(gemm->c == rows->teacher->z, "pairs overwrite the teacher's logits");
+    keep_teacher(rows->teacher);
+  }
   for (int64_t i = 0; i < gemm->m && gemm->c; i++) {
     for (int64_t j = 0; j < gemm->n; j++) {
       double z = flce_load(product.c, gemm->dtype, i * gemm->n + j);
@@ -105,6 +132,8 @@ static flce_status plain_facts(void* self, const flce_problem* problem, flce_fac
   facts->fused_row_bytes = PRODUCT_ROW_BYTES;
   facts->fused_tile_rows = PRODUCT_TILE_ROWS;
   facts->fused_writes_z = true;
+  facts->fused_pairs =
+      problem->teacher && !problem->teacher->gives_logits && !flce_is_sharded(problem);
   facts->bias_parts = WEIGHT_PARTS;
   return FLCE_OK;
 }
@@ -123,4 +152,5 @@ void plain_fused(flce_backend* backend, bool skips) {
   backend->fused_logits = plain_fused_logits;
   backend->fused_statistics = plain_fused_statistics;
   backend->grad_weight_gemm = plain_grad_weight_gemm;
+  backend->divergence_rows = plain_divergence_rows;
 }

@@ -99,8 +99,15 @@ static void run(const setting* s, int threads, side* student, side* teacher, voi
   view.out = student->z; /* in place */
   view.out_dtype = s->dtype;
   view.out_pitch = view.out_columns = PITCH;
-  flce_divergence_args call = {&view,   &teacher->view, s->kind,   s->beta, s->hard,
-                               partial, true,           !s->split, true};
+  flce_divergence_args call = {.student = &view,
+                               .teacher = &teacher->view,
+                               .divergence = s->kind,
+                               .beta = s->beta,
+                               .hard_weight = s->hard,
+                               .partial = partial,
+                               .sums = true,
+                               .writes = !s->split,
+                               .stores_bound = true};
   CHECK_OK(b.divergence_rows(b.self, &call));
   call.sums = false;
   call.writes = true;

@@ -4,15 +4,21 @@
  * cache. The forward KL's gradient needs their sum, which is that of the errors of the statistics,
  * only where student and teacher are near: else one pass makes loss and dz. */
 #include "cuda/backend.cuh"
+#include "cuda/rows/pairs.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
 #include "divergence.h"
 
 #include <limits.h>
 
+/* Where the logits come from: of any layout and with any option; both in the same dtype and
+ * alignment without a bias or a softcap; pairs (pairs.cuh). */
+enum Source { kAnyRows, kSameRows, kPairRows };
+
 /* The parameters of a call. */
 struct divergence_params {
-  row_args s, t; /* the student's rows and the teacher's */
+  row_args s, t;        /* the student's rows and the teacher's */
+  const PairRow* pairs; /* [rows] or NULL */
   double beta, hard;
   void* partial;
   bool sums, writes, stores_bound;
@@ -25,7 +31,7 @@ struct RowPair {
   Row<Z> s, t;
   flce_dtype teacher_dtype;
   S s_offset, t_offset, s_inv, t_inv; /* statistics */
-  S shift;                            /* lse of s minus that of t */
+  S shift; /* lse of s minus that of t; of pairs: log2(p / q) minus pair_difference() */
   S beta, hard, soft, factor, target, value, mean;
 };
 
@@ -43,11 +49,16 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   pair.s_inv = stat_row<S>(s, FLCE_STAT_INV_SUM)[at];
   pair.t_inv = stat_row<S>(t, FLCE_STAT_INV_SUM)[at];
   /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
-   * -inf INV_SUM is 0. */
-  pair.shift = pair.s_inv > 0 && pair.t_inv > 0
-                   ? (S)((double)pair.s_offset - (double)pair.t_offset +
-                         log((double)pair.t_inv / (double)pair.s_inv))
-                   : stat_row<S>(s, FLCE_STAT_LSE)[at] - stat_row<S>(t, FLCE_STAT_LSE)[at];
+   * -inf INV_SUM is 0. The offsets of pairs are integers in base 2. */
+  if (c.pairs)
+    pair.shift = (S)((double)c.pairs[blockIdx.x].shift + (double)c.pairs[blockIdx.x].offset -
+                     rint((double)pair.s_offset * FLCE_LOG2E) +
+                     log2((double)pair.s_inv / (double)pair.t_inv));
+  else
+    pair.shift = pair.s_inv > 0 && pair.t_inv > 0
+                     ? (S)((double)pair.s_offset - (double)pair.t_offset +
+                           log((double)pair.t_inv / (double)pair.s_inv))
+                     : stat_row<S>(s, FLCE_STAT_LSE)[at] - stat_row<S>(t, FLCE_STAT_LSE)[at];
   pair.beta = (S)c.beta;
   pair.hard = (S)c.hard;
   pair.soft = (S)(1 - c.hard);
@@ -59,9 +70,8 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   return pair;
 }
 
-/* A vector's columns of both logits. FAST: the teacher's rows have the student's dtype and
- * alignment, and neither has a bias or a softcap; INSIDE: all columns are in the row. */
-template <bool FAST, bool INSIDE, bool STREAM, typename Z>
+/* A vector's columns of both logits, or of pairs in `s`. INSIDE: all columns are in the row. */
+template <Source FROM, bool INSIDE, bool STREAM, typename Z>
 __device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, Vec<Z, kVec<Z>>& s,
                                           Vec<Z, kVec<Z>>& t) {
   if constexpr (INSIDE) {
@@ -69,9 +79,10 @@ __device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, Vec<Z
   } else {
     load_columns<STREAM>(pair.s.z, col, pair.s.vocab, s);
   }
-  if constexpr (FAST && INSIDE) {
+  if constexpr (FROM == kPairRows) return;
+  if constexpr (FROM == kSameRows && INSIDE) {
     load_vec<STREAM>(pair.t.z + col, t);
-  } else if constexpr (FAST) {
+  } else if constexpr (FROM == kSameRows) {
     load_columns<STREAM>(pair.t.z, col, pair.t.vocab, t);
   } else {
     stat_t<Z> values[kVec<Z>];
@@ -81,13 +92,26 @@ __device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, Vec<Z
 }
 
 /* p, q, d and the student's slopes of a vector's columns; p = q = 0 outside the row. */
-template <bool FAST, bool INSIDE, typename Out, typename Z, typename S = stat_t<Z>>
+template <Source FROM, bool INSIDE, typename Out, typename Z, typename S = stat_t<Z>>
 __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVec<Z>>& raw,
                                         const Vec<Z, kVec<Z>>& teacher, int col, S (&p)[kVec<Z>],
                                         S (&q)[kVec<Z>], S (&d)[kVec<Z>], S (&slope)[kVec<Z>]) {
   constexpr int N = kVec<Z>;
+  if constexpr (FROM == kPairRows) {
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const bool inside = INSIDE || (unsigned)(col + e) < (unsigned)pair.s.vocab;
+      const uint32_t word = __float_as_uint(raw.at[e]);
+      const float log2_ratio = pair_difference(word) + pair.shift;
+      q[e] = inside ? exp2_fast(pair_log2_q(word)) : 0;
+      p[e] = q[e] * exp2_fast(log2_ratio);
+      d[e] = inside ? log2_ratio * (float)(1 / FLCE_LOG2E) : 0;
+      slope[e] = 1;
+    }
+    return;
+  }
   S l[N], other[N];
-  if constexpr (FAST) {
+  if constexpr (FROM == kSameRows) {
     unpack(teacher, other);
     unpack(raw, l);
 #pragma unroll
@@ -109,24 +133,28 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVe
   }
 }
 
+/* Vectors in flight of each row. */
+template <Source FROM, typename Z>
+constexpr int kUnrollFrom = FROM == kPairRows ? kUnroll<Z> : kUnroll<Z> / 2;
+
 /* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS. */
-template <bool SUMS, bool GRADS, bool FAST, bool INSIDE, flce_divergence KIND, typename Z,
+template <bool SUMS, bool GRADS, Source FROM, bool INSIDE, flce_divergence KIND, typename Z,
           typename Out>
 __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first) {
   using S = stat_t<Z>;
-  constexpr int N = kVec<Z>, U = kUnroll<Z> / 2;
+  constexpr int N = kVec<Z>, U = kUnrollFrom<FROM, Z>;
   Vec<Z, N> s[U], t[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int col = column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead);
-    load_pair<FAST, INSIDE, GRADS>(pair, col, s[u], t[u]);
+    load_pair<FROM, INSIDE, GRADS>(pair, col, s[u], t[u]);
   }
   if constexpr (GRADS && sizeof(Out) != sizeof(Z)) __syncthreads(); /* in place: see grad_rows */
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int col = column_of<Z>(first + threadIdx.x + u * blockDim.x, pair.s.lead);
     S p[N], q[N], d[N], slope[N];
-    compare<FAST, INSIDE, Out>(pair, s[u], t[u], col, p, q, d, slope);
+    compare<FROM, INSIDE, Out>(pair, s[u], t[u], col, p, q, d, slope);
 #pragma unroll
     for (int e = 0; e < N; e++) {
       S value;
@@ -148,15 +176,15 @@ __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first)
 }
 
 /* All tiles of a row, from its end to its begin if only sums are made. */
-template <bool SUMS, bool GRADS, bool FAST, flce_divergence KIND, typename Z, typename Out>
+template <bool SUMS, bool GRADS, Source FROM, flce_divergence KIND, typename Z, typename Out>
 __device__ __forceinline__ void pass_over(RowPair<Z>& pair, Out* out) {
-  const int step = kUnroll<Z> / 2 * blockDim.x, last = (pair.s.vectors - 1) / step * step;
+  const int step = kUnrollFrom<FROM, Z> * blockDim.x, last = (pair.s.vectors - 1) / step * step;
   for (int done = 0; done < pair.s.vectors; done += step) {
     const int first = GRADS ? done : last - done, begin = column_of<Z>(first, pair.s.lead);
     if (begin >= 0 && begin + step * kVec<Z> <= pair.s.vocab) {
-      pair_tile<SUMS, GRADS, FAST, true, KIND>(pair, out, first);
+      pair_tile<SUMS, GRADS, FROM, true, KIND>(pair, out, first);
     } else {
-      pair_tile<SUMS, GRADS, FAST, false, KIND>(pair, out, first);
+      pair_tile<SUMS, GRADS, FROM, false, KIND>(pair, out, first);
     }
   }
 }
@@ -177,19 +205,19 @@ __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scr
 
 /* Whether student and teacher are near in the first classes of a row, a vector in each thread: then
  * the sum of p - q is taken out. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms. */
-template <bool FAST, typename Out, typename Z, typename S>
+template <Source FROM, typename Out, typename Z, typename S>
 __device__ __forceinline__ bool is_near(const RowPair<Z>& pair, S* scratch) {
   const int col = column_of<Z>(threadIdx.x, pair.s.lead);
   Vec<Z, kVec<Z>> raw, teacher;
   S p[kVec<Z>], q[kVec<Z>], d[kVec<Z>], slope[kVec<Z>], top = 0;
-  load_pair<FAST, false, false>(pair, col, raw, teacher);
-  compare<FAST, false, Out>(pair, raw, teacher, col, p, q, d, slope);
+  load_pair<FROM, false, false>(pair, col, raw, teacher);
+  compare<FROM, false, Out>(pair, raw, teacher, col, p, q, d, slope);
 #pragma unroll
   for (int e = 0; e < kVec<Z>; e++) top = fmax(top, fabs(d[e]));
   return block_max(top, scratch) < (S)0x1p-5;
 }
 
-template <bool FAST, flce_divergence KIND, typename Z, typename Out>
+template <Source FROM, flce_divergence KIND, typename Z, typename Out>
 __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
     divergence_rows(const __grid_constant__ divergence_params c) {
   using S = stat_t<Z>;
@@ -204,14 +232,14 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
   }
   RowPair<Z> pair = open_pair<Z>(c, ref.at);
   const bool one_pass =
-      KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<FAST, Out>(pair, scratch);
+      KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<FROM, Out>(pair, scratch);
   if (one_pass) {
-    pass_over<true, true, FAST, KIND>(pair, out);
+    pass_over<true, true, FROM, KIND>(pair, out);
     exchange_sums(c, scratch, pair);
   } else {
-    if (c.sums) pass_over<true, false, FAST, KIND>(pair, out);
+    if (c.sums) pass_over<true, false, FROM, KIND>(pair, out);
     exchange_sums(c, scratch, pair);
-    if (out) pass_over<false, true, FAST, KIND>(pair, out);
+    if (out) pass_over<false, true, FROM, KIND>(pair, out);
   }
   if (out) pad_row(out, r.vocab, r.out_columns);
   if (c.stores_bound) __syncthreads(); /* all threads have read INV_SUM */
@@ -230,21 +258,27 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
 
 typedef void (*divergence_kernel)(const divergence_params);
 
-template <bool FAST, typename Z, typename Out>
+template <Source FROM, typename Z, typename Out>
 static divergence_kernel kernel_of(flce_divergence kind) {
-  return kind == FLCE_FORWARD_KL   ? divergence_rows<FAST, FLCE_FORWARD_KL, Z, Out>
-         : kind == FLCE_REVERSE_KL ? divergence_rows<FAST, FLCE_REVERSE_KL, Z, Out>
-                                   : divergence_rows<FAST, FLCE_JSD, Z, Out>;
+  return kind == FLCE_FORWARD_KL   ? divergence_rows<FROM, FLCE_FORWARD_KL, Z, Out>
+         : kind == FLCE_REVERSE_KL ? divergence_rows<FROM, FLCE_REVERSE_KL, Z, Out>
+                                   : divergence_rows<FROM, FLCE_JSD, Z, Out>;
 }
 
-template <bool FAST>
+template <Source FROM>
 static divergence_kernel kernel_for(flce_divergence kind, flce_dtype z, flce_dtype out) {
-  if (z == FLCE_F64) return out == z ? kernel_of<FAST, double, double>(kind) : NULL;
-  if (z != FLCE_F32) return NULL;
-  return out == FLCE_F32    ? kernel_of<FAST, float, float>(kind)
-         : out == FLCE_BF16 ? kernel_of<FAST, float, __nv_bfloat16>(kind)
-         : out == FLCE_F16  ? kernel_of<FAST, float, __half>(kind)
-                            : NULL;
+  if constexpr (FROM == kPairRows) {
+    return out == FLCE_BF16  ? kernel_of<FROM, float, __nv_bfloat16>(kind)
+           : out == FLCE_F16 ? kernel_of<FROM, float, __half>(kind)
+                             : NULL;
+  } else {
+    if (z == FLCE_F64) return out == z ? kernel_of<FROM, double, double>(kind) : NULL;
+    if (z != FLCE_F32) return NULL;
+    return out == FLCE_F32    ? kernel_of<FROM, float, float>(kind)
+           : out == FLCE_BF16 ? kernel_of<FROM, float, __nv_bfloat16>(kind)
+           : out == FLCE_F16  ? kernel_of<FROM, float, __half>(kind)
+                              : NULL;
+  }
 }
 
 flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
@@ -255,13 +289,15 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const int64_t size = flce_size_of(z), apart = (s->z_pitch - t->z_pitch) * size;
   const bool maps =
       s->bias || t->bias || flce_caps_logits(&s->options) || flce_caps_logits(&t->options);
-  const bool fast =
+  const bool same =
       !maps && t->z_dtype == z && apart % 16 == 0 && ((uintptr_t)s->z - (uintptr_t)t->z) % 16 == 0;
-  const divergence_kernel kernel = fast ? kernel_for<true>(call->divergence, z, out)
-                                        : kernel_for<false>(call->divergence, z, out);
+  const divergence_kernel kernel = call->pairs ? kernel_for<kPairRows>(call->divergence, z, out)
+                                   : same      ? kernel_for<kSameRows>(call->divergence, z, out)
+                                               : kernel_for<kAnyRows>(call->divergence, z, out);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
-  const divergence_params params = {make_args(s),  make_args(t), call->beta,   call->hard_weight,
-                                    call->partial, call->sums,   call->writes, call->stores_bound};
+  const divergence_params params = {make_args(s), make_args(t),      (const PairRow*)call->pairs,
+                                    call->beta,   call->hard_weight, call->partial,
+                                    call->sums,   call->writes,      call->stores_bound};
   kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);
   FLCE_LAUNCHED("divergence_rows");
   return FLCE_OK;

@@ -18,6 +18,7 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
     return taken;
   };
   fused_scratch s;
+  s.pairs = (PairRow*)take(r->teacher, rows * (int64_t)(sizeof(PairRow) / sizeof(float)));
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
   s.tile_weighted_gaps = take(soft || (smooth && !r->wsum), size);
@@ -65,7 +66,7 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
 static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
   *out = g->c ? g->c : r->out;
   *pitch = g->c ? g->pitch_c : r->out_pitch;
-  return g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
+  return r->teacher ? kPairResult : g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
 /* `retry`: only the tiles whose sums went beyond kTileLimit. */

@@ -9,6 +9,7 @@
 #ifndef FLCE_CUDA_SM90_FUSED_LOGITS_CUH
 #define FLCE_CUDA_SM90_FUSED_LOGITS_CUH
 
+#include "cuda/rows/pairs.cuh"
 #include "cuda/rows/row.cuh"
 
 /* k is this far above the target's log2_l: kAboveTarget where E is written, kAboveTargetForSums
@@ -34,6 +35,9 @@ enum {
  * entropy_sums, and with class targets in tile_weighted_gaps, log2_l counts relative to k -
  * kAboveTarget, which is near the target's. */
 typedef struct fused_scratch {
+  /* [rows] or NULL: where z is written as pairs. Until tile_statistics has run, the shift is that
+   * of rows whose tiles are all within kTileLimit. */
+  PairRow* pairs;
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
@@ -74,8 +78,9 @@ typedef struct fused_params {
   int64_t probabilities_pitch;
 } fused_params;
 
-/* What the epilogue writes: nothing, E in bfloat16, or z with the bias added in float32. */
-enum FusedResult { kNoResult, kExpResult, kLogitResult };
+/* What the epilogue writes: nothing, E in bfloat16, z with the bias added in float32, or pairs in
+ * place of a teacher's z. */
+enum FusedResult { kNoResult, kExpResult, kLogitResult, kPairResult, kFusedResults };
 
 /* Maps a float to an int of the same order, for atomicMax. */
 __device__ __forceinline__ int ordered_of(float value) {
@@ -96,6 +101,12 @@ __device__ __forceinline__ float offset_of(const fused_scratch& s, int row) {
   return offset_from(s.offset[row], s.top[row]);
 }
 
+/* The shift of a row's pairs after its tiles have exceeded kTileLimit from the offset `k`: its
+ * largest log2_l, which then is near its logsumexp, minus the teacher's logsumexp. */
+__device__ __forceinline__ float pair_shift_from(const PairRow& row, float k) {
+  return (k - row.offset) - row.log_sum;
+}
+
 /* log2_l of a logit in the general kernels; `scale` is scratch.scale of its row. */
 __device__ __forceinline__ float general_log2_logit(const fused_params& params, float scale,
                                                     float z) {
@@ -105,7 +116,8 @@ __device__ __forceinline__ float general_log2_logit(const fused_params& params, 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
  * which is [rows][pitch] of bfloat16 for E and of float32 for z. `retry`: computes again, from the
  * offsets in scratch.top, the row clusters in which an earlier call exceeded kTileLimit; if there
- * are none the kernel returns at once. z does not depend on an offset and is not written again. */
+ * are none the kernel returns at once. z does not depend on an offset and is not written again;
+ * the pairs of rows whose tiles exceeded kTileLimit get another shift. */
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool retry);

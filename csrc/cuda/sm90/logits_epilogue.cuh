@@ -87,6 +87,37 @@ __device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& f
   }
 }
 
+/* Overwrites one half (64 rows) of the teacher's z in staging memory by pairs, or with RETRY the
+ * pairs there by those of another shift, in rows that have one. acc: log2_l. */
+template <bool RETRY>
+__device__ __forceinline__ void stage_pairs(uint32_t address, const fused_params& params,
+                                            const fused_scratch& s, const Fragment& frag, int half,
+                                            const TileRows& rows, const float* acc) {
+  const int line = frag.lane >> 2;
+  const uint32_t begin = address + (frag.warp * 16 + line) * 128 + (frag.lane & 1) * 8;
+#pragma unroll
+  for (int q = 0; q < 2; q++) {
+    const int row = min(frag.first_row + row_step(2 * half + q), params.rows - 1);
+    const PairRow pairs = s.pairs[row];
+    const float k = rows.offset[2 * half + q];
+    if (RETRY && s.top[row] == kNoTop) continue;
+#pragma unroll
+    for (int j = 0; j < kParts; j++) {
+      const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
+      const uint32_t at = begin + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4) + q * 8 * 128;
+      float other[2];
+      sm90::load_shared(at, other);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float own = acc[4 * j + 2 * q + e];
+        other[e] = __uint_as_float(RETRY ? shifted_pair(__float_as_uint(other[e]), own - k)
+                                         : make_pair(pairs, own, other[e]));
+      }
+      sm90::store_shared(at, other[0], other[1]);
+    }
+  }
+}
+
 /* Replaces z by log2_l. */
 __device__ __forceinline__ void make_log2_logits(const fused_params& params, const TileRows& rows,
                                                  Accumulators& acc) {

@@ -12,7 +12,7 @@ enum {
   kBytesB = kTileColumns * kDepth * 2,
   kBytesStage = kBytesA + kBytesB,
   kBytesColumns = kTileColumns * 4, /* one float for each column of a tile */
-  kBarriers = 2 * kStages + 2,
+  kBarriers = 2 * kStages + 4,
   kProducerRegisters = 24,
   kConsumerRegisters = 240,
 };
@@ -39,10 +39,10 @@ struct TileSchedule {
 };
 
 /* Shared addresses: the stages of x (a) and W (b), staging memory for E or z (e), ColumnValues
- * (columns), and the two mbarriers that pass the staging memory between the consumer warpgroups
- * (staging). */
+ * (columns), the two mbarriers that pass the staging memory between the consumer warpgroups
+ * (staging), and one for each of them that counts the bytes of the teacher's z (loaded). */
 struct SmemLayout {
-  uint32_t a, b, e, columns, staging;
+  uint32_t a, b, e, columns, staging, loaded;
   Stages stages;
 };
 
@@ -64,6 +64,7 @@ __device__ __forceinline__ SmemLayout smem_layout() {
   smem.stages.full = smem.columns + 8 * kBytesColumns;
   smem.stages.empty = smem.stages.full + kStages * 8;
   smem.staging = smem.stages.empty + kStages * 8;
+  smem.loaded = smem.staging + 2 * 8;
   return smem;
 }
 
@@ -75,7 +76,10 @@ __device__ __forceinline__ void init_barriers(const SmemLayout& smem) {
   if (threadIdx.x == 0) {
     init_stages(smem.stages, 1);
     const int arrivals = RESULT == kLogitResult ? kWarpgroupThreads : 1;
-    for (int i = 0; i < 2; i++) sm90::barrier_init(smem.staging + 8 * i, arrivals);
+    for (int i = 0; i < 2; i++) {
+      sm90::barrier_init(smem.staging + 8 * i, arrivals);
+      sm90::barrier_init(smem.loaded + 8 * i, 1);
+    }
     sm90::barrier_init_fence();
   }
   sm90::cluster_sync();
@@ -214,6 +218,39 @@ __device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CU
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
 
+/* Replaces the teacher's z, or pairs, in global memory by pairs, 64 rows at a time. Called like
+ * store_logits. */
+template <bool RETRY>
+__device__ __forceinline__ void replace_by_pairs(const logits_gemm_args& p,
+                                                 const CUtensorMap* z_map, const SmemLayout& smem,
+                                                 const Fragment& frag, int group,
+                                                 const TileRows& rows, const Accumulators& acc) {
+  const bool moves = frag.warp == 0 && frag.lane == 0;
+  const uint32_t loaded = smem.loaded + 8 * group;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = frag.tile.row + half * kLogitRows;
+    if (moves) {
+      sm90::barrier_arrive_expecting(loaded, kTileColumns / kLogitBox * kBytesLogitBox);
+      for (int box = 0; box < kTileColumns / kLogitBox; box++) {
+        sm90::load_box(smem.e + box * kBytesLogitBox, z_map, loaded,
+                       frag.tile.column + box * kLogitBox, row);
+      }
+    }
+    sm90::barrier_wait(loaded, half);
+    stage_pairs<RETRY>(smem.e, p.params, p.scratch, frag, half, rows, acc[half]);
+    sm90::async_proxy_fence();
+    sync_consumer(group);
+    if (!moves) continue;
+    for (int box = 0; box < kTileColumns / kLogitBox; box++) {
+      sm90::store_box(z_map, smem.e + box * kBytesLogitBox, frag.tile.column + box * kLogitBox, row,
+                      p.store_policy);
+    }
+    sm90::store_wait_read();
+  }
+  if (moves) sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
+}
+
 template <Kind KIND, FusedResult RESULT, bool RETRY>
 __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtensorMap* out_map,
                                          const SmemLayout& smem, const TileSchedule& schedule,
@@ -239,6 +276,10 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
     if (p.scratch.tile_weighted_gaps) add_weighted_gaps(columns, frag, acc, rows);
   }
   if constexpr (KIND == kSoft) add_probabilities(p.params, frag, acc, rows);
+  if constexpr (RESULT == kPairResult) {
+    sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
+    replace_by_pairs<RETRY>(p, out_map, smem, frag, group, rows, acc);
+  }
   hide_columns(p.params, p.scratch, frag, rows, acc);
   if (kIsGeneral && p.scratch.tops) write_tops(p.params, p.scratch, frag, acc);
   const bool stores = frag.warp == 0 && frag.lane == 0;
@@ -336,22 +377,23 @@ typedef void (*logits_gemm_kernel)(const CUtensorMap, const CUtensorMap, const C
                                    const logits_gemm_args);
 
 /* By half, kind (0 plain, 1 biased, 2 general, 3 probabilities), result and overflow retry. The
- * logits are written once: their retry writes nothing. float16 has no kernels without options. */
+ * logits are written once: their retry writes nothing. float16 has no kernels without options, and
+ * only the general kernels write pairs. */
 #define LOGITS_GEMM(KIND, RESULT, HALF) \
   {logits_gemm_sm90<KIND, RESULT, false, HALF>, logits_gemm_sm90<KIND, RESULT, true, HALF>}
 #define LOGITS_GEMM_ONCE(KIND, HALF) {logits_gemm_sm90<KIND, kLogitResult, false, HALF>}
 #define LOGITS_GEMM_OPTIONS(HALF)                                                   \
   {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF), \
-   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                               \
+   LOGITS_GEMM_ONCE(kGeneral, HALF), LOGITS_GEMM(kGeneral, kPairResult, HALF)},     \
   {                                                                                 \
     LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)          \
   }
-static const logits_gemm_kernel g_kernels[2][4][3][2] = {
+static const logits_gemm_kernel g_kernels[2][4][kFusedResults][2] = {
     {{LOGITS_GEMM(kPlain, kNoResult, false), LOGITS_GEMM(kPlain, kExpResult, false)},
      {LOGITS_GEMM(kBiased, kNoResult, false), LOGITS_GEMM(kBiased, kExpResult, false)},
      LOGITS_GEMM_OPTIONS(false)},
     {{}, {}, LOGITS_GEMM_OPTIONS(true)}};
-static int g_clusters[2][4][3][2][kMaxDevices];
+static int g_clusters[2][4][kFusedResults][2][kMaxDevices];
 
 static int kind_of(const fused_params* params) {
   if (params->probabilities) return 3;
@@ -373,8 +415,7 @@ static logits_gemm_args make_logits_gemm_args(const fused_params* params,
   args.scratch = *scratch;
   args.out = out;
   args.pitch = pitch;
-  args.store_policy =
-      store_policy((int64_t)params->rows * pitch * (result == kLogitResult ? 4 : 2));
+  args.store_policy = store_policy((int64_t)params->rows * pitch * (result == kExpResult ? 2 : 4));
   args.depth_steps = (int)ceil_div(params->hidden, kDepth);
   args.row_clusters = (int)ceil_div(params->rows, kClusterRows);
   args.column_tiles = (int)ceil_div(params->vocab, kTileColumns);
@@ -402,7 +443,7 @@ flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params
   out_map = x_map;
   if (result == kExpResult) {
     FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kTileRows));
-  } else if (result == kLogitResult) {
+  } else if (result != kNoResult) {
     FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kLogitRows, FLCE_F32));
   }
   int use_pdl;

@@ -4,6 +4,7 @@
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
+#include "cuda/rows/row_launch.cuh"
 #include "cuda/sm90/fused_logits.cuh"
 
 enum { kDotWarps = 8, kProbes = 4 };
@@ -57,12 +58,33 @@ __device__ __forceinline__ float top_log2_logit(const fused_params& params, floa
   return top;
 }
 
+/* The rows of a teacher, of which pairs are made. `scale` as of find_row_offsets. */
+struct teacher_args {
+  const float *z, *offset, *inv_sum, *temperature;
+  int64_t pitch; /* of z; 0: no teacher */
+  float scale;
+};
+
+/* What a row's pairs are made with: the teacher's statistics, and as the shift the difference of
+ * both logits in `column`, the student's being `log2_l`. */
+__device__ __forceinline__ PairRow open_pair_row(const teacher_args& t, int64_t row, int64_t at,
+                                                 int column, float log2_l) {
+  PairRow pairs;
+  pairs.scale = t.temperature ? t.scale / t.temperature[at] : t.scale;
+  pairs.offset = rintf(t.offset[at] * kLog2e);
+  pairs.log_sum = -log2f(t.inv_sum[at]);
+  const float shift = log2_l - bounded_log2_logit(pairs, t.z[row * t.pitch + column]);
+  pairs.shift = isfinite(shift) ? shift : 0;
+  return pairs;
+}
+
 /* One warp for each row. `scale` is the factor of general_log2_logit before a temperature of the
  * row's own. */
 template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
     find_row_offsets(const __grid_constant__ flce_rows r, const fused_params params,
-                     const fused_scratch s, float scale, const X* x, const X* w) {
+                     const fused_scratch s, const teacher_args t, float scale, const X* x,
+                     const X* w) {
   pdl_wait();
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
@@ -83,6 +105,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
                    : top_log2_logit<1>(params, scale, own, w, column, 0, lane);
     offset = log2_l == -INFINITY ? kUnknownOffset
                                  : rintf(log2_l) + (r.out ? kAboveTarget : kAboveTargetForSums);
+    if (t.pitch > 0 && lane == 0) s.pairs[row] = open_pair_row(t, row, ref.at, column, log2_l);
     if (s.row_weighted_gaps) {
       float sum[1];
       dot_rows(own, (const float*)r.wsum, 0, params.hidden, lane, sum);
@@ -100,8 +123,19 @@ template <typename X>
 static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
                                   const fused_params* params, const fused_scratch* s) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
+  teacher_args t = {};
+  if (r->teacher) {
+    const row_args other = make_args(r->teacher);
+    const float* stats = (const float*)other.r.stats;
+    t = {(const float*)other.r.z,
+         stats + FLCE_STAT_OFFSET * other.r.stat_pitch,
+         stats + FLCE_STAT_INV_SUM * other.r.stat_pitch,
+         (const float*)other.r.temperature,
+         other.r.z_pitch,
+         (float)(other.outer_scale * kLog2eExact)};
+  }
   return launch_dependent(self, find_row_offsets<X>, blocks, kDotWarps * kWarp, "find_row_offsets",
-                          *r, *params, *s, params->scale, (const X*)g->a, (const X*)g->b);
+                          *r, *params, *s, t, params->scale, (const X*)g->a, (const X*)g->b);
 }
 
 flce_status launch_row_offsets(void* self, const flce_gemm* g, const flce_rows* r,

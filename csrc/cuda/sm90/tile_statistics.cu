@@ -142,6 +142,8 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   constexpr bool kIsGeneral = KIND == kGeneral;
   if (KIND != kPlain && s.row_weighted_gaps) sum.weighted_gap = s.row_weighted_gaps[row];
   const float k = offset_from(own.offset, own.top);
+  if (kIsGeneral && s.pairs && own.top != kNoTop)
+    s.pairs[row].shift = pair_shift_from(s.pairs[row], k);
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
   view.target = own.column;
