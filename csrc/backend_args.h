@@ -181,11 +181,18 @@ typedef struct flce_rows {
   /* [H] stat dtype: sum_j w_j W_j for fused_logits with label smoothing, if it is known already and
    * z has neither bias nor softcap. Or NULL. */
   const void* wsum;
-  /* fused_logits of a divergence's student: gemm->c holds the float32 z of this teacher, whose
-   * statistics are complete, and gets 32 bits for each class from which divergence_rows makes p, q
-   * and d, in a format of the backend's own; or NULL. */
-  const struct flce_rows* teacher;
+  /* fused_logits of a divergence's student: the fused_logits of its teacher, whose statistics are
+   * complete. gemm->c is that call's, whose float32 z are replaced by 32 bits for each class from
+   * which divergence_rows makes p, q and d, in a format of the backend's own. Or NULL. */
+  const struct flce_fused_call* teacher;
 } flce_rows;
+
+/* The arguments of a fused_logits that has been queued. */
+typedef struct flce_fused_call {
+  flce_gemm gemm;
+  flce_rows rows;
+  void* scratch;
+} flce_fused_call;
 
 /* Sums over the classes of a row that a divergence is made of: the divergence, of terms that are
  * none negative; and the sum of p_j times the derivatives by p_j (divergence.h). */

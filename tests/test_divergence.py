@@ -390,8 +390,50 @@ def test_pairs_of_near_and_far_logits(cuda, monkeypatch, kind, how):
         made = outcome(flce.linear_divergence, named, options)
         errors[kernel] = {n: cases.relative_error(v, truth[n]) for n, v in made.items()}
     for name, error in errors["fused"].items():
-        bound = 2e-5 if name == "loss" else 2.5e-3
-        assert error <= max(bound, 1.5 * errors["gemm"][name]), (name, errors)
+        bound = 5e-5 if name == "loss" else 2.5e-3
+        assert error <= max(bound, 1.5 * errors["gemm"][name]), (name, error, errors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_of_masked_classes(cuda, monkeypatch, kind):
+    """Classes that neither side has add nothing; one that the student lacks makes the forward KL
+    infinite, and the reverse KL if the teacher lacks it, with gradients of p - q as they are."""
+    monkeypatch.setenv("FLCE_KERNEL", "fused")
+    case = cases.make_case(300, 256, 1003, dtype=torch.bfloat16, device=cuda)
+    teacher = torch.randn(1003, 256, generator=cases.generator(3)).to(case.linear_weight) / 16
+    named = {"input": case.input, "linear_weight": case.linear_weight}
+    options = {"teacher_input": case.input, "divergence": kind}
+    whole = {**options, "teacher_weight": teacher}
+    cut = {**options, "teacher_weight": teacher[:900].contiguous()}
+    mask = torch.zeros(1003, device=cuda).index_fill_(
+        0, torch.arange(900, 1003).to(cuda), -math.inf
+    )
+    short = {"input": case.input, "linear_weight": case.linear_weight[:900].contiguous()}
+    expected = outcome(flce.linear_divergence, short, cut)
+    made = outcome(
+        flce.linear_divergence, {**named, "linear_bias": mask}, {**whole, "teacher_bias": mask}
+    )
+    for name in expected:
+        value = made[name] if name != "linear_weight" else made[name][:900]
+        assert cases.relative_error(value, expected[name]) <= 4e-3, name
+    assert not made["linear_weight"][900:].any()
+    for own, other in ((mask, None), (None, mask)):
+        results = []
+        for kernel in ("fused", "gemm"):
+            monkeypatch.setenv("FLCE_KERNEL", kernel)
+            biases = {} if own is None else {"linear_bias": own}
+            results.append(
+                outcome(
+                    flce.linear_divergence, {**named, **biases}, {**whole, "teacher_bias": other}
+                )
+            )
+        infinite = kind == ("forward_kl" if other is None else "reverse_kl")
+        for result in results:
+            assert result["loss"].isinf() if infinite else result["loss"].isfinite()
+        if kind == "reverse_kl" and infinite:
+            continue  # and so is its gradient
+        for name in named:
+            assert cases.relative_error(results[0][name], results[1][name]) <= 4e-3, name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -147,7 +147,7 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
-  if (plan->pairs) rows->teacher = &c->teacher;
+  if (plan->pairs) rows->teacher = &c->fused_teacher;
   /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
   if (gradients && e->problem->want_grad_input && !e->bias)
@@ -278,10 +278,10 @@ static flce_status given_logits(const execution* e, chunk* c) {
 static flce_status teacher_logits(const execution* e, chunk* c) {
   if (e->problem->vocab == 0) return FLCE_OK;
   if (e->plan->fuses_rows) {
-    flce_gemm gemm;
-    flce_rows rows;
-    FLCE_TRY(fused_logits(e, c, &gemm, &rows));
-    return fused_statistics(e, c, &gemm, &rows);
+    flce_fused_call* call = &c->fused_teacher;
+    call->scratch = buffer_ptr(e, FLCE_BUF_FUSED);
+    FLCE_TRY(fused_logits(e, c, &call->gemm, &call->rows));
+    return fused_statistics(e, c, &call->gemm, &call->rows);
   }
   FLCE_TRY(e->problem->gives_logits ? given_logits(e, c) : logits_gemm(e, c));
   return pass_rows(e, c);
@@ -296,6 +296,7 @@ static flce_status teacher_rows(const execution* e, chunk* c) {
   FLCE_TRY(flce_begin_all_gather_statistics(teacher, &other));
   FLCE_TRY(flce_wait_all_gather_statistics(teacher, &other));
   c->teacher = other.view;
+  c->fused_teacher = other.fused_teacher;
   return FLCE_OK;
 }
 

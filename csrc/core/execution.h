@@ -129,6 +129,7 @@ typedef struct chunk {
   flce_rows view;            /* z: the result of the logits GEMM; out: E or dz */
   const void* coef;          /* [FLCE_COEF_ROWS][N] stat dtype, indexed like the view's vectors */
   flce_rows teacher;         /* of a divergence: the teacher's rows, with z and statistics */
+  flce_fused_call fused_teacher; /* the fused logits GEMM that made them, if one did */
 } chunk;
 
 /* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. NULL in a

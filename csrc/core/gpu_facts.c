@@ -21,11 +21,11 @@ static int64_t number_count(const flce_problem* p) {
          2 * p->wants_predictions;
 }
 
-/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], four numbers of a
- * divergence's pairs, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a row. */
+/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], a divergence's
+ * PairRow, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a row. */
 static int64_t scratch_row_bytes(const flce_problem* p) {
   return 4 *
-         (number_count(p) * flce_ceil_div(p->vocab, FLCE_TILE_COLUMNS) + 8 + (p->teacher ? 4 : 0));
+         (number_count(p) * flce_ceil_div(p->vocab, FLCE_TILE_COLUMNS) + 8 + (p->teacher ? 8 : 0));
 }
 
 /* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row

@@ -8,6 +8,7 @@
 typedef struct divergence_pass {
   const flce_divergence_args* call;
   row_pass student, teacher;
+  flce_jsd_series series;
 } divergence_pass;
 
 /* One row: what belongs to both logits, student first, and one span of them. */
@@ -62,7 +63,8 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
     double p = flce_load(&s->e, stat, j) * row->inv_sum[0];
     double q = flce_load(&t->e, stat, j) * row->inv_sum[1];
     double d = flce_load(&s->l, stat, j) - flce_load(&t->l, stat, j) - row->shift;
-    double term, pull = flce_divergence_terms(call->divergence, call->beta, p, q, d, &term);
+    double term, pull = flce_divergence_terms(call->divergence, call->beta, pass->series.log_m,
+                                              pass->series.value, p, q, d, &term);
     if (writes) {
       bool is_own = hard > 0.0 && j == own; /* p_y - 1 would cancel where p_y is near 1 */
       double dz = factor * ((1.0 - hard) * (pull - mean * p) + (is_own ? 0.0 : hard * p));
@@ -151,7 +153,7 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
 }
 
 flce_status flce_cpu_divergence_rows(void* self, const flce_divergence_args* call) {
-  divergence_pass pass = {.call = call};
+  divergence_pass pass = {.call = call, .series = flce_jsd_series_of(call->beta)};
   FLCE_TRY(flce_cpu_make_row_pass(call->student, call->student->out != NULL, &pass.student));
   FLCE_TRY(flce_cpu_make_row_pass(call->teacher, false, &pass.teacher));
   flce_cpu_parallel(self, call->student->rows, call->student->vocab, divergence_range, &pass);

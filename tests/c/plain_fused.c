@@ -29,11 +29,11 @@ static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
 /* Pairs are the student's z; the teacher's is copied before it is overwritten. */
 static void* g_teacher_z;
 
-static void keep_teacher(const flce_rows* teacher) {
-  int64_t bytes = teacher->rows * teacher->z_pitch * flce_size_of(teacher->z_dtype);
+static void keep_teacher(const flce_gemm* teacher) {
+  int64_t bytes = teacher->m * teacher->pitch_c * flce_size_of(teacher->c_dtype);
   free(g_teacher_z);
   g_teacher_z = malloc((size_t)bytes);
-  memcpy(g_teacher_z, teacher->z, (size_t)bytes);
+  memcpy(g_teacher_z, teacher->c, (size_t)bytes);
 }
 
 static flce_status plain_divergence_rows(void* self, const flce_divergence_args* call) {
@@ -76,8 +76,8 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   flce_status status = b.gemm(b.self, &product, NULL, 0);
   if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
   if (rows->teacher) {
-    CHECK(gemm->c == rows->teacher->z, "pairs overwrite the teacher's logits");
-    keep_teacher(rows->teacher);
+    CHECK(gemm->c == rows->teacher->gemm.c, "pairs overwrite the teacher's logits");
+    keep_teacher(&rows->teacher->gemm);
   }
   for (int64_t i = 0; i < gemm->m && gemm->c; i++) {
     for (int64_t j = 0; j < gemm->n; j++) {

@@ -1,59 +1,71 @@
 /* Pairs: a student's and a teacher's logit of one class in 32 bits, in base 2. With p and q, the
- * softmax of both:
+ * softmax of both, and a `shift` that is the same for all classes of a row:
  *
- *   bits 0 to 14   -log2 q in steps of 2^-9, at most 64; so q is rounded by 2^-10 of it at most
- *   bits 15 to 31  log2 p - log2 q - shift, `shift` being the same for all classes of a row: a
- *                  float of sign, 5 bits of exponent and 11 of fraction, from 2^-23 to 2^8
+ *   bits 16 to 31  r = log2(p / q) - shift in float16
+ *   bits 0 to 15   log2 of the larger of q and q 2^r (that is p 2^-shift) from -64 to 64, in steps
+ *                  of 2^-9: either is rounded by 2^-10 of it at most, the other by |r| 2^-12 more
  *
  * The fused logits GEMM of the student makes them from the teacher's float32 logits, when the
- * student's logsumexp is not known yet. Where student and teacher are near, their difference keeps
- * a relative error of 2^-12, because `shift` is the difference of one class's logits. `shift` is
- * off by what log2(p / q) is for that class: rounding p costs less than 2^-12 of that. */
+ * student's logsumexp is not known yet. The shift is log2(p / q) of the target's class. So where
+ * student and teacher are near, r is small, and p - q keeps a relative error of about 2^-12 |r| /
+ * |log2(p / q)|. Where p and q are both below 2^-64 they count as about 2^-64. */
 #ifndef FLCE_CUDA_ROWS_PAIRS_CUH
 #define FLCE_CUDA_ROWS_PAIRS_CUH
 
+#include <cuda_fp16.h>
 #include <stdint.h>
 
-/* Of a row: -log2 q = offset - scale z + log_sum for a teacher's logit z. */
+/* Of a row, with z the teacher's logit and k an integer: log2 q = (scale z - offset) - log_sum, and
+ * log2 p - shift = (log2_l - k) + above. */
 struct alignas(16) PairRow {
-  float scale, offset, log_sum, shift;
+  float scale, offset, log_sum, shift, k, above;
 };
 
-constexpr float kLeastLog2Q = -64, kPairSteps = 512; /* steps in a unit of log2 q */
-constexpr uint32_t kPairQ = 0x7fff, kPairDifference = 0x7fff8000, kPairSign = 0x80000000;
+constexpr float kPairSteps = 512;       /* in a unit of log2 q */
+constexpr float kPairLimit = 64;        /* of |log2| of the larger one */
+constexpr float kPairInteger = 0x1p23f; /* beyond it a float's lower bits are an integer */
+constexpr float kPairMost = kPairInteger + 0xffff;
 
-/* A teacher's log2_l, raised to where q is 2^-64: p is made from q and their difference. */
-__device__ __forceinline__ float bounded_log2_logit(const PairRow& row, float z) {
-  return fmaxf(row.scale * z, row.offset + row.log_sum + kLeastLog2Q);
+/* The lower half of a pair, as the lower half of this float. */
+__device__ __forceinline__ float larger_of_pair(const PairRow& row, float log2_l, float other) {
+  const float p = (log2_l - row.k) + row.above, q = (other - row.offset) - row.log_sum;
+  const float steps = fmaf(fmaxf(p, q), -kPairSteps, kPairInteger + kPairLimit * kPairSteps);
+  return fminf(fmaxf(steps, kPairInteger), kPairMost);
 }
 
-__device__ __forceinline__ uint32_t pair_of(uint32_t steps, float difference) {
-  const float bounded = fminf(fmaxf(difference, -255), 255);
-  const uint32_t bits = __float_as_uint(bounded * 0x1p-103f) + 0x800;
-  return ((bits << 3) & kPairDifference) | (bits & kPairSign) | steps;
+/* r. Where both are below 2^-64 it is at least 0, so that a class that neither has adds nothing;
+ * elsewhere a difference of -inf stays. */
+__device__ __forceinline__ float ratio_of_pair(const PairRow& row, float log2_l, float other,
+                                               float larger) {
+  const float least = fmaf(larger, 0x1p100f, -kPairMost * 0x1p100f); /* 0, or below -2^100 */
+  return fmaxf((log2_l - other) - row.shift, least);
 }
 
-/* Of a student's log2_l and a teacher's z. */
-__device__ __forceinline__ uint32_t make_pair(const PairRow& row, float log2_l, float z) {
-  const float other = bounded_log2_logit(row, z);
-  const float log2_q = (row.offset - other) + row.log_sum;
-  const uint32_t steps = min(__float2uint_rn(log2_q * kPairSteps), kPairQ);
-  return pair_of(steps, (log2_l - other) - row.shift);
+/* The pairs of two classes, from the student's log2_l and the teacher's z, which they replace. */
+__device__ __forceinline__ void make_pairs(const PairRow& row, const float (&log2_l)[2],
+                                           float (&z)[2]) {
+  float larger[2], ratio[2];
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const float other = row.scale * z[e];
+    larger[e] = larger_of_pair(row, log2_l[e], other);
+    ratio[e] = ratio_of_pair(row, log2_l[e], other, larger[e]);
+  }
+  const __half2 halves = __floats2half2_rn(ratio[0], ratio[1]);
+  const uint32_t both = *(const uint32_t*)&halves;
+  z[0] = __uint_as_float(__byte_perm(__float_as_uint(larger[0]), both, 0x5410));
+  z[1] = __uint_as_float(__byte_perm(__float_as_uint(larger[1]), both, 0x7610));
 }
 
-__device__ __forceinline__ float pair_log2_q(uint32_t pair) {
-  return (float)(pair & kPairQ) * (-1 / kPairSteps);
-}
+/* log2 of the larger one, and r. */
+struct PairParts {
+  float larger, ratio;
+};
 
-/* log2(p / q) - shift. */
-__device__ __forceinline__ float pair_difference(uint32_t pair) {
-  return __uint_as_float(((pair & kPairDifference) >> 3) | (pair & kPairSign)) * 0x1p103f;
-}
-
-/* The pair with another shift, where the student's log2_l is `above` + `shift` + the teacher's
- * logsumexp. */
-__device__ __forceinline__ uint32_t shifted_pair(uint32_t pair, float above) {
-  return pair_of(pair & kPairQ, above - pair_log2_q(pair));
+__device__ __forceinline__ PairParts parts_of(uint32_t pair) {
+  const float steps = __uint_as_float(__float_as_uint(kPairInteger) | (pair & 0xffff));
+  return {fmaf(steps, -1 / kPairSteps, kPairInteger / kPairSteps + kPairLimit),
+          __half2float(__ushort_as_half((unsigned short)(pair >> 16)))};
 }
 
 #endif

@@ -30,7 +30,10 @@ enum Kind {
   /* forwards that write 16 bits: plain with label smoothing; in exp_rows without class weights */
   kSmooth,
   kGeneral,
-  kSoft /* fused logits GEMM only: plain, with or without a bias, and with probabilities */
+  /* fused logits GEMM only: plain, with or without a bias, and with probabilities; and the same
+   * with class targets and a factor of z for each row */
+  kSoft,
+  kScaled
 };
 
 /* Blocks on an SM for which a row kernel's registers must leave room: as many as possible without

@@ -15,6 +15,12 @@
  * alignment without a bias or a softcap; pairs (pairs.cuh). */
 enum Source { kAnyRows, kSameRows, kPairRows };
 
+/* flce_jsd_series in both stat dtypes. */
+struct Series {
+  flce_jsd_series f64;
+  float log_m[FLCE_SERIES_F32], value[FLCE_SERIES_F32];
+};
+
 /* The parameters of a call. */
 struct divergence_params {
   row_args s, t;        /* the student's rows and the teacher's */
@@ -22,6 +28,7 @@ struct divergence_params {
   double beta, hard;
   void* partial;
   bool sums, writes, stores_bound;
+  Series series;
 };
 
 /* A row of both logits. hard, soft: the weights of the hard label and of the divergence; target:
@@ -31,7 +38,7 @@ struct RowPair {
   Row<Z> s, t;
   flce_dtype teacher_dtype;
   S s_offset, t_offset, s_inv, t_inv; /* statistics */
-  S shift; /* lse of s minus that of t; of pairs: log2(p / q) minus pair_difference() */
+  S shift;                            /* lse of s minus that of t; of pairs: log2(p / q) - r */
   S beta, hard, soft, factor, target, value, mean;
 };
 
@@ -101,11 +108,10 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVe
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const bool inside = INSIDE || (unsigned)(col + e) < (unsigned)pair.s.vocab;
-      const uint32_t word = __float_as_uint(raw.at[e]);
-      const float log2_ratio = pair_difference(word) + pair.shift;
-      q[e] = inside ? exp2_fast(pair_log2_q(word)) : 0;
-      p[e] = q[e] * exp2_fast(log2_ratio);
-      d[e] = inside ? log2_ratio * (float)(1 / FLCE_LOG2E) : 0;
+      const PairParts parts = parts_of(__float_as_uint(raw.at[e]));
+      q[e] = inside ? exp2_fast(parts.larger - fmaxf(parts.ratio, 0)) : 0;
+      p[e] = inside ? exp2_fast((parts.larger + pair.shift) + fminf(parts.ratio, 0)) : 0;
+      d[e] = inside ? (parts.ratio + pair.shift) * (float)(1 / FLCE_LOG2E) : 0;
       slope[e] = 1;
     }
     return;
@@ -133,6 +139,15 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVe
   }
 }
 
+template <flce_divergence KIND, typename S>
+__device__ __forceinline__ S terms_of(const Series& series, S beta, S p, S q, S d, S* value) {
+  if constexpr (sizeof(S) == 8) {
+    return flce_divergence_terms<S>(KIND, beta, series.f64.log_m, series.f64.value, p, q, d, value);
+  } else {
+    return flce_divergence_terms<S>(KIND, beta, series.log_m, series.value, p, q, d, value);
+  }
+}
+
 /* Vectors in flight of each row. */
 template <Source FROM, typename Z>
 constexpr int kUnrollFrom = FROM == kPairRows ? kUnroll<Z> : kUnroll<Z> / 2;
@@ -140,7 +155,8 @@ constexpr int kUnrollFrom = FROM == kPairRows ? kUnroll<Z> : kUnroll<Z> / 2;
 /* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS. */
 template <bool SUMS, bool GRADS, Source FROM, bool INSIDE, flce_divergence KIND, typename Z,
           typename Out>
-__device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first) {
+__device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair, Out* out,
+                                          int first) {
   using S = stat_t<Z>;
   constexpr int N = kVec<Z>, U = kUnrollFrom<FROM, Z>;
   Vec<Z, N> s[U], t[U];
@@ -158,7 +174,7 @@ __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first)
 #pragma unroll
     for (int e = 0; e < N; e++) {
       S value;
-      const S pull = flce_divergence_terms<S>(KIND, pair.beta, p[e], q[e], d[e], &value);
+      const S pull = terms_of<KIND>(series, pair.beta, p[e], q[e], d[e], &value);
       if constexpr (SUMS) {
         pair.value += value;
         if (!GRADS) pair.mean += pull;
@@ -177,14 +193,14 @@ __device__ __forceinline__ void pair_tile(RowPair<Z>& pair, Out* out, int first)
 
 /* All tiles of a row, from its end to its begin if only sums are made. */
 template <bool SUMS, bool GRADS, Source FROM, flce_divergence KIND, typename Z, typename Out>
-__device__ __forceinline__ void pass_over(RowPair<Z>& pair, Out* out) {
+__device__ __forceinline__ void pass_over(const Series& series, RowPair<Z>& pair, Out* out) {
   const int step = kUnrollFrom<FROM, Z> * blockDim.x, last = (pair.s.vectors - 1) / step * step;
   for (int done = 0; done < pair.s.vectors; done += step) {
     const int first = GRADS ? done : last - done, begin = column_of<Z>(first, pair.s.lead);
     if (begin >= 0 && begin + step * kVec<Z> <= pair.s.vocab) {
-      pair_tile<SUMS, GRADS, FROM, true, KIND>(pair, out, first);
+      pair_tile<SUMS, GRADS, FROM, true, KIND>(series, pair, out, first);
     } else {
-      pair_tile<SUMS, GRADS, FROM, false, KIND>(pair, out, first);
+      pair_tile<SUMS, GRADS, FROM, false, KIND>(series, pair, out, first);
     }
   }
 }
@@ -234,12 +250,12 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
   const bool one_pass =
       KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<FROM, Out>(pair, scratch);
   if (one_pass) {
-    pass_over<true, true, FROM, KIND>(pair, out);
+    pass_over<true, true, FROM, KIND>(c.series, pair, out);
     exchange_sums(c, scratch, pair);
   } else {
-    if (c.sums) pass_over<true, false, FROM, KIND>(pair, out);
+    if (c.sums) pass_over<true, false, FROM, KIND>(c.series, pair, out);
     exchange_sums(c, scratch, pair);
-    if (out) pass_over<false, true, FROM, KIND>(pair, out);
+    if (out) pass_over<false, true, FROM, KIND>(c.series, pair, out);
   }
   if (out) pad_row(out, r.vocab, r.out_columns);
   if (c.stores_bound) __syncthreads(); /* all threads have read INV_SUM */
@@ -257,6 +273,15 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
 /* ---- launch ---- */
 
 typedef void (*divergence_kernel)(const divergence_params);
+
+static Series make_series(double beta) {
+  Series made = {flce_jsd_series_of(beta), {}, {}};
+  for (int k = 0; k < FLCE_SERIES_F32; k++) {
+    made.log_m[k] = (float)made.f64.log_m[k];
+    made.value[k] = (float)made.f64.value[k];
+  }
+  return made;
+}
 
 template <Source FROM, typename Z, typename Out>
 static divergence_kernel kernel_of(flce_divergence kind) {
@@ -295,9 +320,16 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
                                    : same      ? kernel_for<kSameRows>(call->divergence, z, out)
                                                : kernel_for<kAnyRows>(call->divergence, z, out);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
-  const divergence_params params = {make_args(s), make_args(t),      (const PairRow*)call->pairs,
-                                    call->beta,   call->hard_weight, call->partial,
-                                    call->sums,   call->writes,      call->stores_bound};
+  const divergence_params params = {make_args(s),
+                                    make_args(t),
+                                    (const PairRow*)call->pairs,
+                                    call->beta,
+                                    call->hard_weight,
+                                    call->partial,
+                                    call->sums,
+                                    call->writes,
+                                    call->stores_bound,
+                                    make_series(call->beta)};
   kernel<<<(unsigned)s->rows, row_threads(s), 0, stream_of(self)>>>(params);
   FLCE_LAUNCHED("divergence_rows");
   return FLCE_OK;

@@ -48,9 +48,10 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   params.columns = (int)(g->c ? r->z_columns : r->out_columns);
   params.half = g->dtype == FLCE_F16;
   params.scale = (float)(args.outer_scale * kLog2eExact);
-  params.general = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
-                   !(params.scale > 0) || r->temperature || r->wants_entropy || r->predictions ||
-                   (r->target && g->c) || (r->target && params.half);
+  const bool options = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
+                       !(params.scale > 0) || r->wants_entropy || r->predictions;
+  params.general = options || r->temperature || (r->target && g->c) || (r->target && params.half);
+  params.scaled = !options && o->label_smoothing == 0;
   params.inner_scale = (float)args.inner_scale;
   params.curve = args.curve;
   params.bias = (const float*)r->bias;
@@ -69,15 +70,30 @@ static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out,
   return r->teacher ? kPairResult : g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
-/* `retry`: only the tiles whose sums went beyond kTileLimit. */
+/* `retry`: only the tiles whose sums went beyond their limit. z is not written again: it does not
+ * depend on an offset. */
 static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
                                    const fused_params* params, const fused_scratch* s, bool retry) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   void* out;
   int64_t pitch;
-  const FusedResult result = result_of(g, r, &out, &pitch);
+  FusedResult result = result_of(g, r, &out, &pitch);
+  if (retry && result == kLogitResult) result = kNoResult;
   return launch_logits_gemm_sm90(cuda->stream, cuda->device, params, s, g->a, g->b, result, out,
                                  pitch, retry);
+}
+
+/* z of the teacher again, which pairs have overwritten, of the rows that the student's retry
+ * computes. */
+static flce_status repeat_teacher(void* self, const flce_fused_call* teacher,
+                                  const fused_scratch* student) {
+  const flce_cuda* cuda = (const flce_cuda*)self;
+  const flce_gemm* g = &teacher->gemm;
+  const fused_params params = fused_params_of(g, &teacher->rows);
+  fused_scratch s = fused_scratch_of(teacher->scratch, &teacher->rows);
+  s.retry = student->retry;
+  return launch_logits_gemm_sm90(cuda->stream, cuda->device, &params, &s, g->a, g->b, kLogitResult,
+                                 g->c, g->pitch_c, true);
 }
 
 flce_status cuda_fused_logits(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
@@ -94,6 +110,7 @@ flce_status cuda_fused_statistics(void* self, const flce_gemm* g, const flce_row
   if (r->rows == 0) return FLCE_OK;
   const fused_params params = fused_params_of(g, r);
   const fused_scratch s = fused_scratch_of(scratch, r);
+  if (r->teacher) FLCE_TRY(repeat_teacher(self, r->teacher, &s));
   FLCE_TRY(run_logits_gemm(self, g, r, &params, &s, true));
   return launch_tile_statistics(self, r, &params, &s, factor, coef);
 }

@@ -36,7 +36,7 @@ enum {
  * kAboveTarget, which is near the target's. */
 typedef struct fused_scratch {
   /* [rows] or NULL: where z is written as pairs. Until tile_statistics has run, the shift is that
-   * of rows whose tiles are all within kTileLimit. */
+   * of rows whose tiles are all within kPairTileLimit. */
   PairRow* pairs;
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
@@ -63,10 +63,12 @@ typedef struct fused_scratch {
  * scratch.scale, inner_scale, curve and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
-  int columns;  /* columns of the result, zero padding included */
-  bool half;    /* x and W are float16; else bfloat16 */
-  bool general; /* the loss, or z as the result, needs the general kernels */
-  float scale;  /* not general: log2_l = scale z */
+  int columns; /* columns of the result, zero padding included */
+  bool half;   /* x and W are float16; else bfloat16 */
+  bool
+      general; /* the loss, or z as the result, needs the general kernels or those of scaled rows */
+  bool scaled; /* those of scaled rows serve where they exist */
+  float scale; /* not general: log2_l = scale z */
   /* general: log2_l = scratch.scale curve(inner_scale z) */
   flce_curve curve;
   float inner_scale;
@@ -101,10 +103,17 @@ __device__ __forceinline__ float offset_of(const fused_scratch& s, int row) {
   return offset_from(s.offset[row], s.top[row]);
 }
 
-/* The shift of a row's pairs after its tiles have exceeded kTileLimit from the offset `k`: its
- * largest log2_l, which then is near its logsumexp, minus the teacher's logsumexp. */
-__device__ __forceinline__ float pair_shift_from(const PairRow& row, float k) {
-  return (k - row.offset) - row.log_sum;
+/* The limit where pairs are written, so that no p 2^-shift is beyond their range. */
+constexpr float kPairTileLimit = 4294967296.0f; /* 2^32 */
+
+/* How a row's pairs are made after its tiles have exceeded their limit: its largest log2_l, k, is
+ * near its logsumexp. */
+__device__ __forceinline__ PairRow pair_row_from(PairRow row, float k, int top) {
+  if (top == kNoTop) return row;
+  row.k = k;
+  row.above = 0;
+  row.shift = (k - row.offset) - row.log_sum;
+  return row;
 }
 
 /* log2_l of a logit in the general kernels; `scale` is scratch.scale of its row. */
@@ -115,9 +124,8 @@ __device__ __forceinline__ float general_log2_logit(const fused_params& params, 
 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
  * which is [rows][pitch] of bfloat16 for E and of float32 for z. `retry`: computes again, from the
- * offsets in scratch.top, the row clusters in which an earlier call exceeded kTileLimit; if there
- * are none the kernel returns at once. z does not depend on an offset and is not written again;
- * the pairs of rows whose tiles exceeded kTileLimit get another shift. */
+ * offsets in scratch.top, the row clusters in which an earlier call exceeded the limit; if there
+ * are none the kernel returns at once. */
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool retry);

@@ -87,8 +87,7 @@ __device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& f
   }
 }
 
-/* Overwrites one half (64 rows) of the teacher's z in staging memory by pairs, or with RETRY the
- * pairs there by those of another shift, in rows that have one. acc: log2_l. */
+/* Overwrites one half (64 rows) of the teacher's z in staging memory by pairs. acc: log2_l. */
 template <bool RETRY>
 __device__ __forceinline__ void stage_pairs(uint32_t address, const fused_params& params,
                                             const fused_scratch& s, const Fragment& frag, int half,
@@ -98,27 +97,26 @@ __device__ __forceinline__ void stage_pairs(uint32_t address, const fused_params
 #pragma unroll
   for (int q = 0; q < 2; q++) {
     const int row = min(frag.first_row + row_step(2 * half + q), params.rows - 1);
-    const PairRow pairs = s.pairs[row];
-    const float k = rows.offset[2 * half + q];
-    if (RETRY && s.top[row] == kNoTop) continue;
+    PairRow pairs = s.pairs[row];
+    if (RETRY) pairs = pair_row_from(pairs, rows.offset[2 * half + q], s.top[row]);
 #pragma unroll
     for (int j = 0; j < kParts; j++) {
       const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
       const uint32_t at = begin + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4) + q * 8 * 128;
-      float other[2];
-      sm90::load_shared(at, other);
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float own = acc[4 * j + 2 * q + e];
-        other[e] = __uint_as_float(RETRY ? shifted_pair(__float_as_uint(other[e]), own - k)
-                                         : make_pair(pairs, own, other[e]));
-      }
-      sm90::store_shared(at, other[0], other[1]);
+      float values[2];
+      sm90::load_shared(at, values);
+      make_pairs(pairs, {acc[4 * j + 2 * q], acc[4 * j + 2 * q + 1]}, values);
+      sm90::store_shared(at, values[0], values[1]);
     }
   }
 }
 
+/* Kinds whose rows have a factor of z of their own. */
+template <Kind KIND>
+constexpr bool kScalesRows = KIND == kGeneral || KIND == kScaled;
+
 /* Replaces z by log2_l. */
+template <Kind KIND>
 __device__ __forceinline__ void make_log2_logits(const fused_params& params, const TileRows& rows,
                                                  Accumulators& acc) {
 #pragma unroll
@@ -128,7 +126,7 @@ __device__ __forceinline__ void make_log2_logits(const fused_params& params, con
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         float& z = acc_at(acc, q, j, e);
-        z = general_log2_logit(params, rows.scale[q], z);
+        z = KIND == kScaled ? rows.scale[q] * z : general_log2_logit(params, rows.scale[q], z);
       }
     }
   }
@@ -274,7 +272,7 @@ __device__ __forceinline__ void take_target(const fused_scratch& s, int row, int
 
 /* Loads the offsets and scales of the thread's rows and clears its sums. RETRY: the offset that
  * scratch.top gives. */
-template <bool GENERAL, bool RETRY>
+template <Kind KIND, bool RETRY>
 __device__ __forceinline__ void open_tile_rows(const fused_params& params, const fused_scratch& s,
                                                const Fragment& frag, TileRows& rows) {
 #pragma unroll
@@ -285,7 +283,7 @@ __device__ __forceinline__ void open_tile_rows(const fused_params& params, const
         0;
     rows.offset[q] = kBlankRow;
     if (inside) rows.offset[q] = RETRY ? offset_of(s, row) : __ldg(s.offset + row);
-    if (GENERAL && inside) rows.scale[q] = __ldg(s.scale + row);
+    if (kScalesRows<KIND> && inside) rows.scale[q] = __ldg(s.scale + row);
   }
 }
 
@@ -376,18 +374,18 @@ __device__ __forceinline__ void write_tops(const fused_params& params, const fus
 
 /* E of 8 of a thread's accumulators, two rows by four columns: v[2 q + e] for the first part, v[4 +
  * 2 q + e] for the next one. Adds them to the sums; the curve's slope multiplies v alone. */
-template <bool GENERAL>
+template <Kind KIND>
 __device__ __forceinline__ void exp_parts(const fused_params& params, const fused_scratch& s,
                                           const float* acc, int half, TileRows& rows,
                                           float (&v)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int q = half * 2 + ((i >> 1) & 1);
-    v[i] =
-        exp2_fast(GENERAL ? acc[i] - rows.offset[q] : fmaf(acc[i], params.scale, -rows.offset[q]));
+    v[i] = exp2_fast(kScalesRows<KIND> ? acc[i] - rows.offset[q]
+                                       : fmaf(acc[i], params.scale, -rows.offset[q]));
     rows.sum[q] += v[i];
   }
-  if constexpr (!GENERAL) return;
+  if constexpr (KIND != kGeneral) return;
   if (s.entropy_sums) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -417,7 +415,7 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Fragment& f
 
 /* Makes E of one slab of columns: adds its sums and, if STORE, writes it to staging memory in the
  * swizzled layout of the TMA store. */
-template <bool STORE, bool GENERAL>
+template <bool STORE, Kind KIND>
 __device__ __forceinline__ void exp_slab(const fused_params& params, const fused_scratch& s,
                                          uint32_t address, int slab, const Fragment& frag,
                                          const Accumulators& acc, TileRows& rows) {
@@ -426,7 +424,7 @@ __device__ __forceinline__ void exp_slab(const fused_params& params, const fused
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float v[8];
-      exp_parts<GENERAL>(params, s, &acc[half][(slab * (kSlab / 16) + part) * 8], half, rows, v);
+      exp_parts<KIND>(params, s, &acc[half][(slab * (kSlab / 16) + part) * 8], half, rows, v);
       if constexpr (STORE) {
         const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                                     pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
@@ -436,31 +434,34 @@ __device__ __forceinline__ void exp_slab(const fused_params& params, const fused
   }
 }
 
-/* Writes the tile's sums of each row. If a row's sum exceeds kTileLimit, records the row's largest
+/* Writes the tile's sums of each row. If a row's sum exceeds the limit, records the row's largest
  * log2_l and flags its row cluster: the GEMM computes it again from that offset. A NaN is no such
  * case. */
-template <bool GENERAL, bool SOFT>
+template <Kind KIND>
 __device__ __forceinline__ void close_tile_rows(const fused_params& params, const fused_scratch& s,
                                                 const Fragment& frag, Accumulators& acc,
                                                 TileRows& rows) {
+  constexpr bool kIsGeneral = KIND == kGeneral, kIsSoft = KIND == kSoft;
+  const float limit = KIND == kScaled && s.pairs ? kPairTileLimit : kTileLimit;
   bool beyond = false;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
     rows.sum[q] = quad_sum(rows.sum[q]);
-    beyond |= rows.sum[q] > kTileLimit;
+    beyond |= rows.sum[q] > limit;
     write_number(s.sums, params, frag, q, rows.sum[q]);
-    if (SOFT || (GENERAL && s.tile_weighted_gaps))
+    if (kIsSoft || (kIsGeneral && s.tile_weighted_gaps))
       write_number(s.tile_weighted_gaps, params, frag, q, quad_sum(rows.weighted_gap[q]));
-    if constexpr (SOFT) write_number(s.weight_sums, params, frag, q, quad_sum(rows.weight_sum[q]));
-    if (GENERAL && s.entropy_sums)
+    if constexpr (kIsSoft)
+      write_number(s.weight_sums, params, frag, q, quad_sum(rows.weight_sum[q]));
+    if (kIsGeneral && s.entropy_sums)
       write_number(s.entropy_sums, params, frag, q, quad_sum(rows.entropy_sum[q]));
   }
   if (!__any_sync(0xffffffffu, beyond)) return;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
-    const float top = row_top(acc, q) * (GENERAL ? 1 : params.scale);
+    const float top = row_top(acc, q) * (kScalesRows<KIND> ? 1 : params.scale);
     const int row = frag.first_row + row_step(q);
-    if (rows.sum[q] > kTileLimit && (frag.lane & 3) == 0 && row < params.rows) {
+    if (rows.sum[q] > limit && (frag.lane & 3) == 0 && row < params.rows) {
       atomicMax(s.top + row, ordered_of(top));
       s.retry[0] = 1;
       s.retry[1 + row / kClusterRows] = 1;

@@ -176,7 +176,7 @@ __device__ __forceinline__ ColumnValues load_column_values(const logits_gemm_arg
                                                            int iteration, int group, int thread) {
   const uint32_t address = smem.columns + (2 * group + (iteration & 1)) * 2 * kBytesColumns;
   const ColumnValues columns = {address, address + kBytesColumns};
-  if (KIND == kPlain || (KIND == kSoft && !p.params.bias)) return columns;
+  if (KIND == kPlain || !(KIND == kBiased || KIND == kGeneral || p.params.bias)) return columns;
   const int first = tile_at(p, schedule, tile, 0).column;
   for (int at = thread; at < kTileColumns; at += kWarpgroupThreads) {
     const int column = first + at;
@@ -218,8 +218,8 @@ __device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CU
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
 
-/* Replaces the teacher's z, or pairs, in global memory by pairs, 64 rows at a time. Called like
- * store_logits. */
+/* Replaces the teacher's z in global memory by pairs, 64 rows at a time. Called like store_logits.
+ */
 template <bool RETRY>
 __device__ __forceinline__ void replace_by_pairs(const logits_gemm_args& p,
                                                  const CUtensorMap* z_map, const SmemLayout& smem,
@@ -234,7 +234,7 @@ __device__ __forceinline__ void replace_by_pairs(const logits_gemm_args& p,
       sm90::barrier_arrive_expecting(loaded, kTileColumns / kLogitBox * kBytesLogitBox);
       for (int box = 0; box < kTileColumns / kLogitBox; box++) {
         sm90::load_box(smem.e + box * kBytesLogitBox, z_map, loaded,
-                       frag.tile.column + box * kLogitBox, row);
+                       frag.tile.column + box * kLogitBox, row, p.store_policy);
       }
     }
     sm90::barrier_wait(loaded, half);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
                                          const SmemLayout& smem, const TileSchedule& schedule,
                                          ColumnValues columns, int tile, int iteration, int group,
                                          int rank, Accumulators& acc) {
-  constexpr bool kIsGeneral = KIND == kGeneral, kStore = RESULT == kExpResult;
+  constexpr bool kStore = RESULT == kExpResult;
   Fragment frag = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kWarpgroupThreads / 32};
   /* The asm hides these values from the compiler, which must not compute anything from them before
    * the mainloop: the accumulators need the registers. */
@@ -270,10 +270,11 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
     sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
     store_logits(p, out_map, smem, frag, group, acc);
   }
-  open_tile_rows<kIsGeneral, RETRY>(p.params, p.scratch, frag, rows);
-  if constexpr (kIsGeneral) {
-    make_log2_logits(p.params, rows, acc);
-    if (p.scratch.tile_weighted_gaps) add_weighted_gaps(columns, frag, acc, rows);
+  open_tile_rows<KIND, RETRY>(p.params, p.scratch, frag, rows);
+  if constexpr (kScalesRows<KIND>) {
+    make_log2_logits<KIND>(p.params, rows, acc);
+    if (KIND == kGeneral && p.scratch.tile_weighted_gaps)
+      add_weighted_gaps(columns, frag, acc, rows);
   }
   if constexpr (KIND == kSoft) add_probabilities(p.params, frag, acc, rows);
   if constexpr (RESULT == kPairResult) {
@@ -281,13 +282,13 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
     replace_by_pairs<RETRY>(p, out_map, smem, frag, group, rows, acc);
   }
   hide_columns(p.params, p.scratch, frag, rows, acc);
-  if (kIsGeneral && p.scratch.tops) write_tops(p.params, p.scratch, frag, acc);
+  if (KIND == kGeneral && p.scratch.tops) write_tops(p.params, p.scratch, frag, acc);
   const bool stores = frag.warp == 0 && frag.lane == 0;
   if constexpr (kStore) sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = smem.e + slab * kBytesSlab;
-    exp_slab<kStore, kIsGeneral>(p.params, p.scratch, address, slab, frag, acc, rows);
+    exp_slab<kStore, KIND>(p.params, p.scratch, address, slab, frag, acc, rows);
     if constexpr (kStore) {
       sm90::async_proxy_fence();
       sync_consumer(group);
@@ -296,7 +297,7 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
                         p.store_policy);
     }
   }
-  close_tile_rows<kIsGeneral, KIND == kSoft>(p.params, p.scratch, frag, acc, rows);
+  close_tile_rows<KIND>(p.params, p.scratch, frag, acc, rows);
   if (!kStore || !stores) return;
   sm90::store_wait_read();
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
@@ -376,28 +377,38 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*logits_gemm_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                    const logits_gemm_args);
 
-/* By half, kind (0 plain, 1 biased, 2 general, 3 probabilities), result and overflow retry. The
- * logits are written once: their retry writes nothing. float16 has no kernels without options, and
- * only the general kernels write pairs. */
+/* By half, kind, result and overflow retry. z is written once, unless pairs have overwritten it:
+ * else its retry writes nothing. float16 has no kernels without options. */
 #define LOGITS_GEMM(KIND, RESULT, HALF) \
   {logits_gemm_sm90<KIND, RESULT, false, HALF>, logits_gemm_sm90<KIND, RESULT, true, HALF>}
 #define LOGITS_GEMM_ONCE(KIND, HALF) {logits_gemm_sm90<KIND, kLogitResult, false, HALF>}
-#define LOGITS_GEMM_OPTIONS(HALF)                                                   \
-  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF), \
-   LOGITS_GEMM_ONCE(kGeneral, HALF), LOGITS_GEMM(kGeneral, kPairResult, HALF)},     \
-  {                                                                                 \
-    LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)          \
+#define LOGITS_GEMM_OPTIONS(HALF)                                                             \
+  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF),           \
+   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                                         \
+      {LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)}, {             \
+    {}, {}, LOGITS_GEMM(kScaled, kLogitResult, HALF), LOGITS_GEMM(kScaled, kPairResult, HALF) \
   }
-static const logits_gemm_kernel g_kernels[2][4][kFusedResults][2] = {
+enum KernelKind {
+  kPlainKernel,
+  kBiasedKernel,
+  kGeneralKernel,
+  kSoftKernel,
+  kScaledKernel,
+  kKernelKinds
+};
+static const logits_gemm_kernel g_kernels[2][kKernelKinds][kFusedResults][2] = {
     {{LOGITS_GEMM(kPlain, kNoResult, false), LOGITS_GEMM(kPlain, kExpResult, false)},
      {LOGITS_GEMM(kBiased, kNoResult, false), LOGITS_GEMM(kBiased, kExpResult, false)},
      LOGITS_GEMM_OPTIONS(false)},
     {{}, {}, LOGITS_GEMM_OPTIONS(true)}};
-static int g_clusters[2][4][kFusedResults][2][kMaxDevices];
+static int g_clusters[2][kKernelKinds][kFusedResults][2][kMaxDevices];
 
-static int kind_of(const fused_params* params) {
-  if (params->probabilities) return 3;
-  return params->general || params->half ? 2 : params->bias ? 1 : 0;
+static KernelKind kind_of(const fused_params* params, FusedResult result) {
+  if (params->probabilities) return kSoftKernel;
+  if (params->scaled && result >= kLogitResult) return kScaledKernel;
+  return params->general || params->half ? kGeneralKernel
+         : params->bias                  ? kBiasedKernel
+                                         : kPlainKernel;
 }
 
 /* The result of a chunk of 256 MiB or more leaves L2 before it is read, so keeping it there would
@@ -428,8 +439,7 @@ static logits_gemm_args make_logits_gemm_args(const fused_params* params,
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool retry) {
-  if (retry && result == kLogitResult) result = kNoResult;
-  const int half = params->half, kind = kind_of(params);
+  const int half = params->half, kind = kind_of(params, result);
   const void* kernel = (const void*)g_kernels[half][kind][result][retry];
   const int bytes = shared_bytes(result);
   int clusters;

@@ -122,6 +122,16 @@ __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
+/* The same with an L2 cache policy. */
+__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
+                                         int column, int row, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(cache_policy)
+      : "memory");
+}
+
 /* Load into the same shared address of every block in the mask `blocks`. In each of them the
  * mbarrier at the same address counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t shared, const CUtensorMap* map,

@@ -65,16 +65,19 @@ struct teacher_args {
   float scale;
 };
 
-/* What a row's pairs are made with: the teacher's statistics, and as the shift the difference of
- * both logits in `column`, the student's being `log2_l`. */
+/* What a row's pairs are made with. `log2_l`: the student's in `column`, `k`: its row's offset. */
 __device__ __forceinline__ PairRow open_pair_row(const teacher_args& t, int64_t row, int64_t at,
-                                                 int column, float log2_l) {
-  PairRow pairs;
+                                                 int column, float log2_l, float k) {
+  PairRow pairs = {};
   pairs.scale = t.temperature ? t.scale / t.temperature[at] : t.scale;
   pairs.offset = rintf(t.offset[at] * kLog2e);
   pairs.log_sum = -log2f(t.inv_sum[at]);
-  const float shift = log2_l - bounded_log2_logit(pairs, t.z[row * t.pitch + column]);
-  pairs.shift = isfinite(shift) ? shift : 0;
+  pairs.k = k;
+  /* A class of q below 2^-32 says little about p, and would move the p of others out of range. */
+  const float log2_q = (pairs.scale * t.z[row * t.pitch + column] - pairs.offset) - pairs.log_sum;
+  pairs.above = fmaxf(log2_q, -kPairLimit / 2) - (log2_l - k);
+  if (!isfinite(pairs.above)) pairs.above = 0; /* then the row is repeated */
+  pairs.shift = (float)((double)k - pairs.above - pairs.offset - pairs.log_sum);
   return pairs;
 }
 
@@ -105,7 +108,8 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
                    : top_log2_logit<1>(params, scale, own, w, column, 0, lane);
     offset = log2_l == -INFINITY ? kUnknownOffset
                                  : rintf(log2_l) + (r.out ? kAboveTarget : kAboveTargetForSums);
-    if (t.pitch > 0 && lane == 0) s.pairs[row] = open_pair_row(t, row, ref.at, column, log2_l);
+    if (t.pitch > 0 && lane == 0)
+      s.pairs[row] = open_pair_row(t, row, ref.at, column, log2_l, offset);
     if (s.row_weighted_gaps) {
       float sum[1];
       dot_rows(own, (const float*)r.wsum, 0, params.hidden, lane, sum);
@@ -113,6 +117,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     }
   }
   if (lane != 0) return;
+  if (t.pitch > 0 && ref.kind != kRowValid) s.pairs[row] = PairRow{};
   s.offset[row] = offset;
   s.scale[row] = scale;
   s.column[row] = column;
@@ -125,13 +130,13 @@ static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_row
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
   teacher_args t = {};
   if (r->teacher) {
-    const row_args other = make_args(r->teacher);
+    const row_args other = make_args(&r->teacher->rows);
     const float* stats = (const float*)other.r.stats;
-    t = {(const float*)other.r.z,
+    t = {(const float*)r->teacher->gemm.c,
          stats + FLCE_STAT_OFFSET * other.r.stat_pitch,
          stats + FLCE_STAT_INV_SUM * other.r.stat_pitch,
          (const float*)other.r.temperature,
-         other.r.z_pitch,
+         r->teacher->gemm.pitch_c,
          (float)(other.outer_scale * kLog2eExact)};
   }
   return launch_dependent(self, find_row_offsets<X>, blocks, kDotWarps * kWarp, "find_row_offsets",
