@@ -152,13 +152,16 @@ __device__ __forceinline__ S terms_of(const Series& series, S beta, S p, S q, S 
 template <Source FROM, typename Z>
 constexpr int kUnrollFrom = FROM == kPairRows ? kUnroll<Z> : kUnroll<Z> / 2;
 
-/* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS. */
+/* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS.
+ * INSIDE: all of its columns are in the row, and none is the hard label's. */
 template <bool SUMS, bool GRADS, Source FROM, bool INSIDE, flce_divergence KIND, typename Z,
           typename Out>
 __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair, Out* out,
                                           int first) {
   using S = stat_t<Z>;
   constexpr int N = kVec<Z>, U = kUnrollFrom<FROM, Z>;
+  const S of_pull = pair.factor * pair.soft,
+          of_p = pair.factor * fma(-pair.soft, pair.mean, pair.hard);
   Vec<Z, N> s[U], t[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
@@ -179,9 +182,9 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
         pair.value += value;
         if (!GRADS) pair.mean += pull;
       }
-      const bool own = col + e == pair.s.target;
-      const S g = pair.soft * fma(-pair.mean, p[e], pull) + (own ? 0 : pair.hard * p[e]);
-      d[e] = pair.factor * g * slope[e] + (own ? pair.hard * pair.target : 0);
+      d[e] = fma(of_p, p[e], of_pull * pull) * slope[e];
+      if (!INSIDE && col + e == pair.s.target)
+        d[e] = of_pull * fma(-pair.mean, p[e], pull) * slope[e] + pair.hard * pair.target;
     }
     if constexpr (GRADS) {
       Vec<Out, N> packed;
@@ -195,9 +198,11 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
 template <bool SUMS, bool GRADS, Source FROM, flce_divergence KIND, typename Z, typename Out>
 __device__ __forceinline__ void pass_over(const Series& series, RowPair<Z>& pair, Out* out) {
   const int step = kUnrollFrom<FROM, Z> * blockDim.x, last = (pair.s.vectors - 1) / step * step;
+  const int columns = step * kVec<Z>;
   for (int done = 0; done < pair.s.vectors; done += step) {
     const int first = GRADS ? done : last - done, begin = column_of<Z>(first, pair.s.lead);
-    if (begin >= 0 && begin + step * kVec<Z> <= pair.s.vocab) {
+    const bool has_target = GRADS && (unsigned)(pair.s.target - begin) < (unsigned)columns;
+    if (begin >= 0 && begin + columns <= pair.s.vocab && !has_target) {
       pair_tile<SUMS, GRADS, FROM, true, KIND>(series, pair, out, first);
     } else {
       pair_tile<SUMS, GRADS, FROM, false, KIND>(series, pair, out, first);
