@@ -30,6 +30,7 @@ CPPCHECK := $(PYTHON) -m cppcheck --quiet -U__CUDACC__ --std=c11 --enable=warnin
 	--suppressions-list=.cppcheck --error-exitcode=1 -Icsrc
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
+ONLY := env -u FLCE_CUDA_ARCHS $(if $(ARCHS),FLCE_CUDA_ARCHS="$(ARCHS)")
 READY := build/ready$(subst /,-,$(PYTHON))
 FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
@@ -76,15 +77,16 @@ format: $(READY)
 	$(PYTHON) -m ruff format .
 	$(CLANG_FORMAT) -i $(C_FILES)
 
+# For all architectures, or `make cuda ARCHS="80 90"`; so too the wheel.
 cuda: $(READY)
-	env -u FLCE_CUDA_ARCHS FLCE_CUDA=1 $(PYTHON) setup.py build_clib build_ext --inplace
+	$(ONLY) FLCE_CUDA=1 $(PYTHON) setup.py build_clib build_ext --inplace
 
 # For every glibc >= 2.28, torch >= 2.10 and Python >= 3.10, with CUDA or without; then its checks.
 wheel: $(READY)
 	rm -rf build/lib.* dist/flce-*.whl  # modules that were deleted since would go into the wheel
 	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
-	FLCE_GLIBC=2.28 FLCE_CUDA=1 $(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
-	$(PYTHON) tests/check_wheel.py dist/flce-*.whl
+	$(ONLY) FLCE_GLIBC=2.28 FLCE_CUDA=1 $(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
+	$(ONLY) $(PYTHON) tests/check_wheel.py dist/flce-*.whl
 
 sdist: $(READY)
 	$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'

@@ -396,8 +396,8 @@ def test_pairs_of_near_and_far_logits(cuda, monkeypatch, kind, how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_of_masked_classes(cuda, monkeypatch, kind):
-    """Classes that neither side has count as 2^-64 at most; one that the student lacks makes the forward KL
-    infinite, and the reverse KL if the teacher lacks it, with gradients of p - q as they are."""
+    """Classes that neither side has count as 2^-64 at most. One that the student lacks makes the
+    forward KL infinite, one that the teacher lacks the reverse KL and its gradient."""
     monkeypatch.setenv("FLCE_KERNEL", "fused")
     case = cases.make_case(300, 256, 1003, dtype=torch.bfloat16, device=cuda)
     teacher = torch.randn(1003, 256, generator=cases.generator(3)).to(case.linear_weight) / 16
