@@ -57,20 +57,24 @@ typedef struct flce_jsd_series {
   double log_m[FLCE_SERIES], value[FLCE_SERIES];
 } flce_jsd_series;
 
-/* From f' = f (log f)': n f_n = sum_k k a_k f_(n - k), with a_n of log f; b_n of log(m / p). */
+/* Without cancellation, also where beta is near 0 or 1: s = (log f)' has s' = s (1 - s), and
+ * value' = -(1 - beta) exp(d) log(m / p) with log(m / p) = log f - d. */
 static inline flce_jsd_series flce_jsd_series_of(double beta) {
   flce_jsd_series made;
-  double f[FLCE_SERIES + 2] = {1.0}, a[FLCE_SERIES + 2], b[FLCE_SERIES + 2], inverse = 1.0;
-  for (int n = 1; n < FLCE_SERIES + 2; n++) {
-    inverse /= n;
-    f[n] = (1.0 - beta) * inverse;
-    a[n] = f[n];
-    for (int k = 1; k < n; k++) a[n] -= k * a[k] * f[n - k] / n;
-    b[n] = n == 1 ? -beta : a[n];
-    double value = -beta * a[n] - (1.0 - beta) * b[n];
-    for (int k = 1; k < n; k++) value -= b[k] * f[n - k];
-    if (n < FLCE_SERIES + 1) made.log_m[n - 1] = a[n];
-    if (n >= 2) made.value[n - 2] = value;
+  double s[FLCE_SERIES + 1] = {1.0 - beta}, t[FLCE_SERIES + 1] = {beta}; /* t = 1 - s */
+  double inverse[FLCE_SERIES + 1] = {1.0};                               /* 1 / n! */
+  for (int n = 0; n < FLCE_SERIES; n++) {
+    double sum = 0.0;
+    for (int k = 0; k <= n; k++) sum += s[k] * t[n - k];
+    made.log_m[n] = s[n] / (n + 1);
+    s[n + 1] = sum / (n + 1);
+    t[n + 1] = -s[n + 1];
+    inverse[n + 1] = inverse[n] / (n + 1);
+  }
+  for (int n = 0; n < FLCE_SERIES; n++) {
+    double sum = -beta * inverse[n];
+    for (int k = 1; k <= n; k++) sum += made.log_m[k] * inverse[n - k];
+    made.value[n] = -(1.0 - beta) / (n + 2) * sum;
   }
   return made;
 }
@@ -86,11 +90,13 @@ FLCE_TERM flce_real flce_jsd_terms(flce_real beta, const flce_real* log_m, const
                                    flce_real p, flce_real q, flce_real d, flce_real* value) {
   const bool wide = sizeof(flce_real) == 8, near = fabs(d) <= (flce_real)FLCE_NEAR;
   const int terms = wide ? FLCE_SERIES : FLCE_SERIES_F32;
-  const flce_real most = wide ? 700 : 80, bounded = d < most ? d : most; /* exp(most) is finite */
-  const flce_real a = FLCE_IF(!near, flce_log(beta + (1 - beta) * flce_exp(bounded)));
+  /* log m minus the larger of log p and log q */
+  const flce_real w = d > 0 ? beta : 1 - beta;
+  const flce_real mean = FLCE_IF(!near, flce_log((1 - w) + w * flce_exp(-(flce_real)fabs(d))));
   const flce_real rest = FLCE_IF(near, flce_polynomial(log_m + 1, terms - 1, d));
-  const flce_real b = near ? d * (d * rest - beta) : a - bounded;
-  const flce_real of_p = p > 0 ? (1 - beta) * p * b : 0, of_q = q > 0 ? beta * q * a : 0;
+  const flce_real a = d > 0 ? mean + d : mean, far = d > 0 ? mean : mean - d;
+  const flce_real b = near ? d * (d * rest - beta) : far;
+  const flce_real of_p = p == 0 ? 0 : (1 - beta) * p * b, of_q = q == 0 ? 0 : beta * q * a;
   const flce_real square = FLCE_IF(near, q * d * d * flce_polynomial(series, terms, d));
   *value = near ? square : -of_q - of_p;
   return -of_p;

@@ -290,6 +290,43 @@ def test_compiled(device, reduction, gradient):
         assert (ours - plain).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["student", "teacher", "both"])
+def test_logits_that_are_not_finite(device, kind, side):
+    """Neither loss nor gradient of a row with a NaN or +inf, or with -inf alone, is finite."""
+    for bad in ([0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3):
+        mine, theirs = torch.randn(2, 1, 3, generator=cases.generator(0)).to(device)
+        for one in [mine] * (side != "teacher") + [theirs] * (side != "student"):
+            one[0] = torch.tensor(bad)
+        named = {"input": torch.ones(1, 1, device=device), "linear_weight": mine.T.contiguous()}
+        options = {"teacher_logits": theirs, "divergence": kind}
+        for value in outcome(flce.linear_divergence, named, options).values():
+            assert value.isnan().all()
+
+
+@pytest.mark.parametrize("beta", [1e-12, 1e-6, 0.5, 1 - 1e-6])
+def test_jsd_near_its_limits(beta):
+    """Against exact sums. Where all classes are near the terms come from series, which do not
+    cancel; beyond, beta q log(q / m) + (1 - beta) p log(p / m) does where beta is near 0 or 1."""
+    mpmath = pytest.importorskip("mpmath")
+    mpmath.mp.dps = 50
+    for gap in (0.125, 0.25, 100.0, -math.inf):
+        mine, theirs = [0.0, 0.5, 1.0, -1.0], [0.125, 0.5 + gap, 0.9375, -1.0625]
+        p, q = ([mpmath.exp(v) / sum(map(mpmath.exp, row)) for v in row] for row in (mine, theirs))
+        b, truth = mpmath.mpf(beta), mpmath.mpf(0)
+        for one, other in zip(p, q, strict=True):
+            m = b * other + (1 - b) * one
+            truth += (1 - b) * one * mpmath.log(one / m)
+            truth += b * other * mpmath.log(other / m) if other else 0
+        z = torch.tensor([mine], dtype=torch.float64)
+        made = flce.linear_divergence(
+            torch.ones(1, 1, dtype=torch.float64), z.T.contiguous(), divergence="jsd", beta=beta,
+            teacher_logits=torch.tensor([theirs], dtype=torch.float64),
+        )  # fmt: skip
+        bound = 1e-14 if gap == 0.125 else 4e-15 / min(beta, 1 - beta)
+        assert abs(made.item() - truth) <= bound * truth, gap
+
+
 def test_chunks_agree_and_repeat(device):
     named, options = draw(4, device)
     options |= {"reduction": "sum", "divergence": "jsd", "max_memory": 1 << 20}
