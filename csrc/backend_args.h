@@ -147,7 +147,7 @@ typedef struct flce_rows {
   const void* z;        /* [rows][z_pitch] z_dtype */
   flce_dtype z_dtype;   /* of z */
   int64_t z_pitch;      /* elements between rows of z */
-  /* stat_rows, and fused_logits where it writes z, write zeros to the columns of z in
+  /* stat_rows, and fused_logits where it writes z (not packed), write zeros to the columns of z in
    * [vocab, z_columns). */
   int64_t z_columns;
   const void* bias;      /* [V] stat dtype, or NULL */
@@ -181,9 +181,9 @@ typedef struct flce_rows {
   /* [H] stat dtype: sum_j w_j W_j for fused_logits with label smoothing, if it is known already and
    * z has neither bias nor softcap. Or NULL. */
   const void* wsum;
-  /* fused_logits of a divergence's student: the fused_logits of its teacher, whose statistics are
-   * complete. gemm->c is that call's, whose float32 z are replaced by 32 bits for each class from
-   * which divergence_rows makes p, q and d, in a format of the backend's own. Or NULL. */
+  /* fused_logits of a divergence's student: that of its teacher, whose statistics are complete, or
+   * NULL. The C of both GEMMs is the same memory: the teacher's float32 z is replaced, class by
+   * class, by 32 bits (cuda/rows/packed_rows.cuh) from which divergence_rows makes p, q and d. */
   const struct flce_fused_call* teacher;
 } flce_rows;
 
@@ -204,9 +204,9 @@ typedef struct flce_divergence_args {
    * holds that of the target, and out are written. out NULL: no gradients; else coef too. */
   const flce_rows* student;
   const flce_rows* teacher; /* its z may have another dtype */
-  /* The scratch of the student's fused_logits where its z has been written with flce_rows.teacher
-   * set, so that the teacher's z is not read; else NULL. */
-  const void* pairs;
+  /* The scratch of the student's fused_logits where that had a teacher: z is packed, and the
+   * teacher's is not read. Else NULL. */
+  const void* packed;
   flce_divergence divergence;
   double beta, hard_weight; /* of flce_problem */
   /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL

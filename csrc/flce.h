@@ -177,10 +177,10 @@ typedef struct flce_plan {
   bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
   bool draws;             /* a sampled divergence: the forward draws from dz, save=grads */
   bool compares;          /* a divergence: the forward reads its logits and a teacher's */
-  bool pairs;             /* they overwrite the teacher's, as flce_rows.teacher says */
-  int64_t z_pitch,        /* of the logits, elements of z_dtype */
-      out_pitch,          /* of E and dz, elements of dtype; columns from vocab on are 0 */
-      saved_pitch;        /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
+  bool packs;      /* its logits GEMM packs both there (flce_rows.teacher in backend_args.h) */
+  int64_t z_pitch, /* of the logits, elements of z_dtype */
+      out_pitch,   /* of E and dz, elements of dtype; columns from vocab on are 0 */
+      saved_pitch; /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
   flce_dtype grad_input_dtype, /* of FLCE_BUF_GRAD_INPUT */
       partial_dx_dtype,        /* of dX before it is summed over the ranks */
       grad_weight_dtype,       /* of FLCE_BUF_GRAD_WEIGHT, or of the caller's grad_weight */

@@ -39,6 +39,8 @@ void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend);
 /* ---- sizes of the kernels ---- */
 
 #define FLCE_LOG2E 1.4426950408889634
+/* Of cuda/rows/packed_rows.cuh. */
+enum { FLCE_PACKED_ROW_FLOATS = 8 };
 
 enum {
   FLCE_MAX_VOCAB = 1 << 30, /* columns of a row of logits, which kernels count in 32 bits */

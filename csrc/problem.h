@@ -321,8 +321,9 @@ typedef struct flce_facts {
   int64_t fused_tile_rows; /* rows that fused_logits computes at a time, if it is supported */
   /* fused_logits is worth using also where it has to write z. Only if it is supported. */
   bool fused_writes_z;
-  /* fused_logits of a divergence's student can write pairs (flce_rows.teacher). */
-  bool fused_pairs;
+  /* fused_logits of a divergence's student can pack both logits (flce_rows.teacher in
+   * backend_args.h). */
+  bool fused_packs;
   /* fused_logits skips the tiles beyond the last row that compact_rows finds, so finding the rows
    * pays even if none is ignored. A function of sizes and dtypes only. */
   bool skips_rows;

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # As counted by local_bytes() with nvcc 13.0. The template arguments of the logits GEMM are Kind (0
 # plain, 1 biased, 4 general, 5 probabilities, 6 scaled), FusedResult (0 nothing, 1 E, 2 z,
-# 3 pairs), RETRY and HALF.
+# 3 packed), RETRY and HALF.
 LOCAL_BYTES = {
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, false, false>": 12,
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, true, false>": 8,

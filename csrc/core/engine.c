@@ -113,11 +113,11 @@ static flce_status fill_logits_gemm(const execution* e, const chunk* c, flce_gem
 }
 
 /* Sets C of the logits GEMM: the saved buffer if the plan writes z there, the teacher's logits if
- * pairs overwrite them, else the chunk's logits buffer. */
+ * the student's GEMM packs both there, else the chunk's logits buffer. */
 static void set_z_destination(const execution* e, chunk* c, flce_gemm* gemm) {
   const flce_plan* plan = e->plan;
   gemm->c = plan->z_in_saved ? saved_rows(e, c->first)
-            : plan->pairs    ? (void*)c->teacher.z
+            : plan->packs    ? (void*)c->teacher.z
                              : buffer_ptr(e, FLCE_BUF_LOGITS);
   gemm->c_dtype = plan->z_dtype;
   gemm->pitch_c = plan->z_pitch;
@@ -147,7 +147,7 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   if (keeps && !exp_form) set_z_destination(e, c, gemm);
   *rows = c->view;
   rows->bias = e->bias;
-  if (plan->pairs) rows->teacher = &c->fused_teacher;
+  if (plan->packs) rows->teacher = &c->fused_teacher;
   /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
   if (gradients && e->problem->want_grad_input && !e->bias)
@@ -309,7 +309,7 @@ static flce_status compare_rows(const execution* e, const chunk* c, bool gradien
     student.out = NULL;
   flce_divergence_args call = {.student = &student,
                                .teacher = &c->teacher,
-                               .pairs = e->plan->pairs ? buffer_ptr(e, FLCE_BUF_FUSED) : NULL,
+                               .packed = e->plan->packs ? buffer_ptr(e, FLCE_BUF_FUSED) : NULL,
                                .divergence = e->problem->divergence,
                                .beta = e->problem->beta,
                                .hard_weight = e->problem->hard_weight,
@@ -420,7 +420,7 @@ static flce_status class_logits(const execution* e) {
 static flce_status forward_rows(const execution* e, chunk* c, bool gradients) {
   bool samples = e->plan->save == FLCE_SAVE_SAMPLES;
   flce_rows caller = c->view;
-  if (e->plan->compares) {
+  if (e->plan->compares) { /* first: the student's GEMM may read the teacher's z and statistics */
     if (c->first == 0) FLCE_TRY(begin_rows(e, gradients, false));
     FLCE_TRY(teacher_rows(e, c));
   }

@@ -21,11 +21,12 @@ static int64_t number_count(const flce_problem* p) {
          2 * p->wants_predictions;
 }
 
-/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], a divergence's
- * PairRow, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a row. */
+/* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], the
+ * PackedRow of a divergence, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a
+ * row. */
 static int64_t scratch_row_bytes(const flce_problem* p) {
-  return 4 *
-         (number_count(p) * flce_ceil_div(p->vocab, FLCE_TILE_COLUMNS) + 8 + (p->teacher ? 8 : 0));
+  return 4 * (number_count(p) * flce_ceil_div(p->vocab, FLCE_TILE_COLUMNS) + 8 +
+              (p->teacher ? FLCE_PACKED_ROW_FLOATS : 0));
 }
 
 /* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row
@@ -68,23 +69,34 @@ static const int64_t kLeastHidden = 1024;
  * 2026-11-22). */
 static const int64_t kLeastRows = 193;
 
+static bool rises(const flce_problem* p) {
+  return (float)(p->loss.logit_scale / p->loss.temperature * FLCE_LOG2E) > 0;
+}
+
 /* Whether the fused kernels implement this loss. With probabilities they implement no other
  * option. */
 static bool suits_fused_gemm(const flce_problem* p) {
   const flce_loss* o = &p->loss;
-  const bool rises = (float)(o->logit_scale / o->temperature * FLCE_LOG2E) > 0;
-  const bool others = o->label_smoothing > 0 || flce_caps_logits(o) || !rises ||
+  const bool others = o->label_smoothing > 0 || flce_caps_logits(o) || !rises(p) ||
                       p->has_class_weight || p->has_temperature || p->wants_entropy ||
                       p->wants_predictions;
   return !p->unaligned && !(p->has_probabilities && others);
 }
 
-/* Whether the fused kernels run both logits GEMMs of a divergence and write pairs. With a softcap
- * its slope would have to be made from them too. */
-static bool suits_pairs(const flce_problem* p, bool always) {
+/* Whether the kernels of scaled rows (cuda/rows/row.cuh) serve one of a divergence's two logits
+ * GEMMs: l is a positive factor times z. */
+static bool suits_scaled_rows(const flce_problem* p) {
+  const flce_loss* o = &p->loss;
+  return rises(p) && !flce_caps_logits(o) && o->label_smoothing == 0 && !p->has_probabilities &&
+         !p->wants_entropy && !p->wants_predictions;
+}
+
+/* Whether the fused kernels run both logits GEMMs of a divergence and pack the logits. Ranks of a
+ * sharded vocabulary exchange the statistics of both first. */
+static bool suits_packing(const flce_problem* p, bool always) {
   const flce_problem* t = p->teacher;
-  return t && !t->gives_logits && !flce_is_sharded(p) && !flce_caps_logits(&p->loss) &&
-         !flce_caps_logits(&t->loss) && suits_sm90(t) && suits_fused_gemm(t) &&
+  return t && !t->gives_logits && !flce_is_sharded(p) && suits_scaled_rows(p) &&
+         suits_scaled_rows(t) && suits_sm90(t) && suits_fused_gemm(t) &&
          (always || t->hidden >= kLeastHidden);
 }
 
@@ -93,7 +105,7 @@ static bool suits_pairs(const flce_problem* p, bool always) {
  * depend on FLCE_KERNEL. */
 static flce_status sm90_facts(int64_t capability, const flce_problem* p, flce_facts* facts) {
   facts->fused_row_bytes = facts->fused_tile_rows = facts->bias_parts = 0;
-  facts->skips_rows = facts->fused_writes_z = facts->fused_pairs = false;
+  facts->skips_rows = facts->fused_writes_z = facts->fused_packs = false;
   kernel_choice choice;
   FLCE_TRY(asked_kernel(&choice));
   if (capability != 90 || !suits_sm90(p)) return FLCE_OK;
@@ -105,7 +117,7 @@ static flce_status sm90_facts(int64_t capability, const flce_problem* p, flce_fa
     facts->fused_row_bytes = scratch_row_bytes(p);
     facts->fused_tile_rows = FLCE_CLUSTER_ROWS;
     facts->fused_writes_z = always || p->hidden >= kLeastHidden;
-    facts->fused_pairs = facts->fused_writes_z && suits_pairs(p, always);
+    facts->fused_packs = facts->fused_writes_z && suits_packing(p, always);
   }
   return FLCE_OK;
 }

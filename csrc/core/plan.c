@@ -76,8 +76,9 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
                      .makes_dx = problem->want_grad_input && gradients,
                      .makes_dw = problem->want_grad_weight && gradients,
                      .overlaps_dw = plan->bias_parts == 0};
-  /* A teacher's logits have the student's dtype and leading dimension; pairs overwrite them. */
-  if (problem->teacher && !problem->teacher->gives_logits && !plan->pairs) loop.row_bytes *= 2;
+  /* A teacher's logits have the student's dtype and leading dimension; packed logits replace
+   * them. */
+  if (problem->teacher && !problem->teacher->gives_logits && !plan->packs) loop.row_bytes *= 2;
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
@@ -97,7 +98,8 @@ static flce_status choose_chunks(const flce_problem* caller, const flce_facts* f
   /* With fused_logits and statistics only, no logits are written: smaller chunks would only save
    * scratch. */
   problem.saves_memory &= !only_statistics(plan) || !plan->fuses_rows;
-  /* The logits of a divergence are float32: 1536 rows of 128256 classes as pairs, else 768. */
+  /* Of 1 GiB a divergence takes 768 MiB: 1536 rows of 128256 classes, packed, or 768 of two float32
+   * logits. */
   if (plan->compares && caller->saves_memory) problem.max_memory -= problem.max_memory / 4;
   FLCE_TRY(
       choose_chunk_rows(&problem, facts, &forward, plan->dtype, &plan->chunk_rows, &plan->chunks));
@@ -229,7 +231,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   flce_dtype wanted = narrow ? FLCE_F32 : problem->logits_dtype;
   plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
-  plan->pairs = plan->fuses_rows && facts->fused_pairs && plan->save == FLCE_SAVE_GRADS;
+  plan->packs = plan->fuses_rows && facts->fused_packs && plan->save == FLCE_SAVE_GRADS;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && exp_form && plan->save != FLCE_SAVE_STATS;
   if (makes_e) plan->z_dtype = plan->exp_dtype;
@@ -374,7 +376,7 @@ static void list_forward_workspace(const flce_problem* problem, const flce_facts
   unsigned both = both_passes(plan);
   bool stored_dz = stores_dz(plan);
   bool recomputes_logits = plan->save == FLCE_SAVE_STATS;
-  bool keeps_no_logits = plan->z_in_saved || problem->gives_logits || plan->pairs ||
+  bool keeps_no_logits = plan->z_in_saved || problem->gives_logits || plan->packs ||
                          (plan->fuses_rows && only_statistics(plan));
   int64_t z_row = plan->z_pitch * flce_size_of(plan->z_dtype);
   int64_t forward_bytes = keeps_no_logits ? 0 : plan->chunk_rows * z_row;

@@ -26,7 +26,7 @@ static void check_wsum(const flce_gemm* gemm, const flce_rows* rows) {
   }
 }
 
-/* Pairs are the student's z; the teacher's is copied before it is overwritten. */
+/* In place of packed logits: the student's z; the teacher's is copied before it is overwritten. */
 static void* g_teacher_z;
 
 static void keep_teacher(const flce_gemm* teacher) {
@@ -42,10 +42,10 @@ static flce_status plain_divergence_rows(void* self, const flce_divergence_args*
   flce_rows teacher = *call->teacher;
   flce_divergence_args with_teacher = *call;
   with_teacher.teacher = &teacher;
-  with_teacher.pairs = NULL;
-  if (call->pairs) teacher.z = g_teacher_z;
+  with_teacher.packed = NULL;
+  if (call->packed) teacher.z = g_teacher_z;
   flce_status status = b.divergence_rows(b.self, &with_teacher);
-  if (call->pairs) free(g_teacher_z), g_teacher_z = NULL;
+  if (call->packed) free(g_teacher_z), g_teacher_z = NULL;
   return status;
 }
 
@@ -76,7 +76,7 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   flce_status status = b.gemm(b.self, &product, NULL, 0);
   if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
   if (rows->teacher) {
-    CHECK(gemm->c == rows->teacher->gemm.c, "pairs overwrite the teacher's logits");
+    CHECK(gemm->c == rows->teacher->gemm.c, "packed logits replace the teacher's");
     keep_teacher(&rows->teacher->gemm);
   }
   for (int64_t i = 0; i < gemm->m && gemm->c; i++) {
@@ -132,7 +132,7 @@ static flce_status plain_facts(void* self, const flce_problem* problem, flce_fac
   facts->fused_row_bytes = PRODUCT_ROW_BYTES;
   facts->fused_tile_rows = PRODUCT_TILE_ROWS;
   facts->fused_writes_z = true;
-  facts->fused_pairs =
+  facts->fused_packs =
       problem->teacher && !problem->teacher->gives_logits && !flce_is_sharded(problem);
   facts->bias_parts = WEIGHT_PARTS;
   return FLCE_OK;

@@ -4,7 +4,7 @@
  * cache. The forward KL's gradient needs their sum, which is that of the errors of the statistics,
  * only where student and teacher are near: else one pass makes loss and dz. */
 #include "cuda/backend.cuh"
-#include "cuda/rows/pairs.cuh"
+#include "cuda/rows/packed_rows.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
 #include "divergence.h"
@@ -12,8 +12,8 @@
 #include <limits.h>
 
 /* Where the logits come from: of any layout and with any option; both in the same dtype and
- * alignment without a bias or a softcap; pairs (pairs.cuh). */
-enum Source { kAnyRows, kSameRows, kPairRows };
+ * alignment without a bias or a softcap; packed (packed_rows.cuh). */
+enum Source { kAnyRows, kSameRows, kPackedRows };
 
 /* flce_jsd_series in both stat dtypes. */
 struct Series {
@@ -23,8 +23,8 @@ struct Series {
 
 /* The parameters of a call. */
 struct divergence_params {
-  row_args s, t;        /* the student's rows and the teacher's */
-  const PairRow* pairs; /* [rows] or NULL */
+  row_args s, t;           /* the student's rows and the teacher's */
+  const PackedRow* packed; /* [rows] or NULL */
   double beta, hard;
   void* partial;
   bool sums, writes, stores_bound;
@@ -38,7 +38,7 @@ struct RowPair {
   Row<Z> s, t;
   flce_dtype teacher_dtype;
   S s_offset, t_offset, s_inv, t_inv; /* statistics */
-  S shift;                            /* lse of s minus that of t; of pairs: log2(p / q) - r */
+  S shift;                            /* lse of s minus that of t; of packed rows C, in base 2 */
   S beta, hard, soft, factor, target, value, mean;
 };
 
@@ -56,16 +56,17 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   pair.s_inv = stat_row<S>(s, FLCE_STAT_INV_SUM)[at];
   pair.t_inv = stat_row<S>(t, FLCE_STAT_INV_SUM)[at];
   /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
-   * -inf INV_SUM is 0. The offsets of pairs are integers in base 2. */
-  if (c.pairs)
-    pair.shift = (S)((double)c.pairs[blockIdx.x].shift + (double)c.pairs[blockIdx.x].offset -
-                     rint((double)pair.s_offset * FLCE_LOG2E) +
+   * -inf INV_SUM is 0. */
+  if (c.packed) {
+    const PackedRow& row = c.packed[blockIdx.x];
+    pair.shift = (S)((double)row.difference + (double)row.teacher_k - (double)row.k +
                      log2((double)pair.s_inv / (double)pair.t_inv));
-  else
+  } else {
     pair.shift = pair.s_inv > 0 && pair.t_inv > 0
                      ? (S)((double)pair.s_offset - (double)pair.t_offset +
                            log((double)pair.t_inv / (double)pair.s_inv))
                      : stat_row<S>(s, FLCE_STAT_LSE)[at] - stat_row<S>(t, FLCE_STAT_LSE)[at];
+  }
   pair.beta = (S)c.beta;
   pair.hard = (S)c.hard;
   pair.soft = (S)(1 - c.hard);
@@ -77,7 +78,7 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   return pair;
 }
 
-/* A vector's columns of both logits, or of pairs in `s`. INSIDE: all columns are in the row. */
+/* A vector's columns of both logits, or packed in `s`. INSIDE: all columns are in the row. */
 template <Source FROM, bool INSIDE, bool STREAM, typename Z>
 __device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, Vec<Z, kVec<Z>>& s,
                                           Vec<Z, kVec<Z>>& t) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ void load_pair(const RowPair<Z>& pair, int col, Vec<Z
   } else {
     load_columns<STREAM>(pair.s.z, col, pair.s.vocab, s);
   }
-  if constexpr (FROM == kPairRows) return;
+  if constexpr (FROM == kPackedRows) return;
   if constexpr (FROM == kSameRows && INSIDE) {
     load_vec<STREAM>(pair.t.z + col, t);
   } else if constexpr (FROM == kSameRows) {
@@ -104,14 +105,14 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVe
                                         const Vec<Z, kVec<Z>>& teacher, int col, S (&p)[kVec<Z>],
                                         S (&q)[kVec<Z>], S (&d)[kVec<Z>], S (&slope)[kVec<Z>]) {
   constexpr int N = kVec<Z>;
-  if constexpr (FROM == kPairRows) {
+  if constexpr (FROM == kPackedRows) {
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const bool inside = INSIDE || (unsigned)(col + e) < (unsigned)pair.s.vocab;
-      const PairParts parts = parts_of(__float_as_uint(raw.at[e]));
-      q[e] = inside ? exp2_fast(parts.larger - fmaxf(parts.ratio, 0)) : 0;
-      p[e] = inside ? exp2_fast((parts.larger + pair.shift) + fminf(parts.ratio, 0)) : 0;
-      d[e] = inside ? (parts.ratio + pair.shift) * (float)(1 / FLCE_LOG2E) : 0;
+      const PackedClass both = unpack_class(__float_as_uint(raw.at[e]));
+      q[e] = inside ? exp2_fast(both.log2_larger - fmaxf(both.r, 0)) : 0;
+      p[e] = inside ? exp2_fast((both.log2_larger + pair.shift) + fminf(both.r, 0)) : 0;
+      d[e] = inside ? (both.r + pair.shift) * (float)(1 / FLCE_LOG2E) : 0;
       slope[e] = 1;
     }
     return;
@@ -148,9 +149,9 @@ __device__ __forceinline__ S terms_of(const Series& series, S beta, S p, S q, S 
   }
 }
 
-/* Vectors in flight of each row. */
+/* Vectors in flight for each thread, of each of the rows that are read. */
 template <Source FROM, typename Z>
-constexpr int kUnrollFrom = FROM == kPairRows ? kUnroll<Z> : kUnroll<Z> / 2;
+constexpr int kUnrollFrom = FROM == kPackedRows ? kUnroll<Z> : kUnroll<Z> / 2;
 
 /* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS.
  * INSIDE: all of its columns are in the row, and none is the hard label's. */
@@ -225,7 +226,8 @@ __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scr
 }
 
 /* Whether student and teacher are near in the first classes of a row, a vector in each thread: then
- * the sum of p - q is taken out. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms. */
+ * the sum of p - q is taken out. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms;
+ * packed classes are rounded by more. */
 template <Source FROM, typename Out, typename Z, typename S>
 __device__ __forceinline__ bool is_near(const RowPair<Z>& pair, S* scratch) {
   const int col = column_of<Z>(threadIdx.x, pair.s.lead);
@@ -297,7 +299,7 @@ static divergence_kernel kernel_of(flce_divergence kind) {
 
 template <Source FROM>
 static divergence_kernel kernel_for(flce_divergence kind, flce_dtype z, flce_dtype out) {
-  if constexpr (FROM == kPairRows) {
+  if constexpr (FROM == kPackedRows) {
     return out == FLCE_BF16  ? kernel_of<FROM, float, __nv_bfloat16>(kind)
            : out == FLCE_F16 ? kernel_of<FROM, float, __half>(kind)
                              : NULL;
@@ -321,13 +323,13 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
       s->bias || t->bias || flce_caps_logits(&s->options) || flce_caps_logits(&t->options);
   const bool same =
       !maps && t->z_dtype == z && apart % 16 == 0 && ((uintptr_t)s->z - (uintptr_t)t->z) % 16 == 0;
-  const divergence_kernel kernel = call->pairs ? kernel_for<kPairRows>(call->divergence, z, out)
-                                   : same      ? kernel_for<kSameRows>(call->divergence, z, out)
-                                               : kernel_for<kAnyRows>(call->divergence, z, out);
+  const divergence_kernel kernel = call->packed ? kernel_for<kPackedRows>(call->divergence, z, out)
+                                   : same       ? kernel_for<kSameRows>(call->divergence, z, out)
+                                                : kernel_for<kAnyRows>(call->divergence, z, out);
   if (!kernel) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),
                                     make_args(t),
-                                    (const PairRow*)call->pairs,
+                                    (const PackedRow*)call->packed,
                                     call->beta,
                                     call->hard_weight,
                                     call->partial,

@@ -40,16 +40,22 @@ __device__ __forceinline__ Best<S> better_of(Best<S> a, Best<S> b) {
   return second ? b : a;
 }
 
+/* The warp's best; every lane gets it. */
+template <typename S>
+__device__ __forceinline__ Best<S> warp_best(Best<S> best) {
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+    best = better_of(best, Best<S>{__shfl_xor_sync(0xffffffffu, best.value, lane),
+                                   __shfl_xor_sync(0xffffffffu, best.column, lane)});
+  }
+  return best;
+}
+
 /* The block's best; only thread 0 gets it. `scratch` holds kMaxWarps elements of shared memory. */
 template <typename S>
 __device__ __forceinline__ Best<S> block_best(Best<S> best, S* scratch) {
   __shared__ int columns[kMaxWarps];
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
-    const Best<S> other = {__shfl_xor_sync(0xffffffffu, best.value, lane),
-                           __shfl_xor_sync(0xffffffffu, best.column, lane)};
-    best = better_of(best, other);
-  }
+  best = warp_best(best);
   if (threadIdx.x % kWarp == 0) {
     scratch[threadIdx.x / kWarp] = best.value;
     columns[threadIdx.x / kWarp] = best.column;

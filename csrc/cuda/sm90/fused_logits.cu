@@ -7,9 +7,8 @@
 #include "cuda/sm90/fused_logits.cuh"
 #include "loss.h"
 
-/* Divides the scratch, which has facts.fused_row_bytes for each row. core/gpu_facts.c
- * counts the same arrays. */
-static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
+/* core/gpu_facts.c counts the same arrays. */
+fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -18,7 +17,7 @@ static fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
     return taken;
   };
   fused_scratch s;
-  s.pairs = (PairRow*)take(r->teacher, rows * (int64_t)(sizeof(PairRow) / sizeof(float)));
+  s.packed = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
   s.tile_weighted_gaps = take(soft || (smooth && !r->wsum), size);
@@ -48,10 +47,11 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   params.columns = (int)(g->c ? r->z_columns : r->out_columns);
   params.half = g->dtype == FLCE_F16;
   params.scale = (float)(args.outer_scale * kLog2eExact);
-  const bool options = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
-                       !(params.scale > 0) || r->wants_entropy || r->predictions;
-  params.general = options || r->temperature || (r->target && g->c) || (r->target && params.half);
-  params.scaled = !options && o->label_smoothing == 0;
+  const bool needs_general = (o->label_smoothing > 0 && !r->wsum) || flce_caps_logits(o) ||
+                             !(params.scale > 0) || r->wants_entropy || r->predictions;
+  params.general =
+      needs_general || r->temperature || (r->target && g->c) || (r->target && params.half);
+  params.scaled = !needs_general && o->label_smoothing == 0;
   params.inner_scale = (float)args.inner_scale;
   params.curve = args.curve;
   params.bias = (const float*)r->bias;
@@ -67,11 +67,11 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
 static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
   *out = g->c ? g->c : r->out;
   *pitch = g->c ? g->pitch_c : r->out_pitch;
-  return r->teacher ? kPairResult : g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
+  return r->teacher ? kPackedResult : g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
 }
 
-/* `retry`: only the tiles whose sums went beyond their limit. z is not written again: it does not
- * depend on an offset. */
+/* `retry`: only the tiles whose sums went beyond their limit. z does not depend on an offset and is
+ * not written again; packed logits do. */
 static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
                                    const fused_params* params, const fused_scratch* s, bool retry) {
   const flce_cuda* cuda = (const flce_cuda*)self;
@@ -83,8 +83,8 @@ static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_ro
                                  pitch, retry);
 }
 
-/* z of the teacher again, which pairs have overwritten, of the rows that the student's retry
- * computes. */
+/* The teacher's z again in the row clusters that the student's retry computes, because packed
+ * logits have overwritten it. Returns at once if there are none. */
 static flce_status repeat_teacher(void* self, const flce_fused_call* teacher,
                                   const fused_scratch* student) {
   const flce_cuda* cuda = (const flce_cuda*)self;

@@ -9,7 +9,7 @@
 #ifndef FLCE_CUDA_SM90_FUSED_LOGITS_CUH
 #define FLCE_CUDA_SM90_FUSED_LOGITS_CUH
 
-#include "cuda/rows/pairs.cuh"
+#include "cuda/rows/packed_rows.cuh"
 #include "cuda/rows/row.cuh"
 
 /* k is this far above the target's log2_l: kAboveTarget where E is written, kAboveTargetForSums
@@ -35,9 +35,9 @@ enum {
  * entropy_sums, and with class targets in tile_weighted_gaps, log2_l counts relative to k -
  * kAboveTarget, which is near the target's. */
 typedef struct fused_scratch {
-  /* [rows] or NULL: where z is written as pairs. Until tile_statistics has run, the shift is that
-   * of rows whose tiles are all within kPairTileLimit. */
-  PairRow* pairs;
+  /* [rows] or NULL: how the logits of each row are packed, from find_row_offsets; tile_statistics
+   * replaces it in rows that were repeated */
+  PackedRow* packed;
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
@@ -63,12 +63,11 @@ typedef struct fused_scratch {
  * scratch.scale, inner_scale, curve and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
-  int columns; /* columns of the result, zero padding included */
-  bool half;   /* x and W are float16; else bfloat16 */
-  bool
-      general; /* the loss, or z as the result, needs the general kernels or those of scaled rows */
-  bool scaled; /* those of scaled rows serve where they exist */
-  float scale; /* not general: log2_l = scale z */
+  int columns;  /* columns of the result, zero padding included */
+  bool half;    /* x and W are float16; else bfloat16 */
+  bool general; /* a factor for each row, z as the result, or an option: kGeneral or kScaled */
+  bool scaled;  /* kScaled may replace kGeneral where z or packed logits are written */
+  float scale;  /* not general: log2_l = scale z */
   /* general: log2_l = scratch.scale curve(inner_scale z) */
   flce_curve curve;
   float inner_scale;
@@ -80,9 +79,9 @@ typedef struct fused_params {
   int64_t probabilities_pitch;
 } fused_params;
 
-/* What the epilogue writes: nothing, E in bfloat16, z with the bias added in float32, or pairs in
- * place of a teacher's z. */
-enum FusedResult { kNoResult, kExpResult, kLogitResult, kPairResult, kFusedResults };
+/* What the epilogue writes: nothing, E in bfloat16, z with the bias added in float32, or the packed
+ * logits of student and teacher in place of the teacher's z. */
+enum FusedResult { kNoResult, kExpResult, kLogitResult, kPackedResult, kFusedResults };
 
 /* Maps a float to an int of the same order, for atomicMax. */
 __device__ __forceinline__ int ordered_of(float value) {
@@ -103,16 +102,17 @@ __device__ __forceinline__ float offset_of(const fused_scratch& s, int row) {
   return offset_from(s.offset[row], s.top[row]);
 }
 
-/* The limit where pairs are written, so that no p 2^-shift is beyond their range. */
-constexpr float kPairTileLimit = 4294967296.0f; /* 2^32 */
+/* The limit where logits are packed: log2_l - k is then at most 15, and PackedRow.above at most
+ * 48.5, so that no p 2^-C exceeds kPackedLimit. */
+constexpr float kPackedTileLimit = 32768; /* 2^15 */
 
-/* How a row's pairs are made after its tiles have exceeded their limit: its largest log2_l, k, is
- * near its logsumexp. */
-__device__ __forceinline__ PairRow pair_row_from(PairRow row, float k, int top) {
+/* How a row is packed after its tiles have exceeded the limit: k is its largest log2_l, which is at
+ * most log2(V) below its logsumexp, and C at most that. */
+__device__ __forceinline__ PackedRow packed_row_from(PackedRow row, float k, int top) {
   if (top == kNoTop) return row;
   row.k = k;
   row.above = 0;
-  row.shift = (k - row.offset) - row.log_sum;
+  row.difference = (k - row.teacher_k) - row.log_sum;
   return row;
 }
 
@@ -123,21 +123,23 @@ __device__ __forceinline__ float general_log2_logit(const fused_params& params, 
 }
 
 /* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
- * which is [rows][pitch] of bfloat16 for E and of float32 for z. `retry`: computes again, from the
- * offsets in scratch.top, the row clusters in which an earlier call exceeded the limit; if there
- * are none the kernel returns at once. */
+ * which is [rows][pitch] of bfloat16 for E and of float32 for z. Packed logits replace the
+ * teacher's z in `out`. `retry`: computes again, from the offsets in scratch.top, the row clusters
+ * in which an earlier call exceeded the limit; if there are none the kernel returns at once. */
 flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
                                     const fused_scratch* scratch, const void* x, const void* w,
                                     FusedResult result, void* out, int64_t pitch, bool retry);
+
+/* fused_logits.cu: divides the scratch, which has facts.fused_row_bytes for each row. */
+fused_scratch fused_scratch_of(void* memory, const flce_rows* rows);
 
 /* Column tiles of the vocabulary. */
 static inline int64_t tiles_of(int64_t vocab) {
   return ceil_div(vocab, kTileColumns);
 }
 
-/* row_offsets.cu: offset, scale and target column of each row, into `scratch`; clears top and
- * retry.
- */
+/* row_offsets.cu: offset, scale and target column of each row and, with a teacher, how it is
+ * packed, into `scratch`; clears top and retry. */
 flce_status launch_row_offsets(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                const fused_params* params, const fused_scratch* scratch);
 /* tile_statistics.cu: from the tiles' sums the statistics and losses of the rows and, unless `coef`

@@ -87,25 +87,26 @@ __device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& f
   }
 }
 
-/* Overwrites one half (64 rows) of the teacher's z in staging memory by pairs. acc: log2_l. */
+/* Overwrites one half (64 rows) of the teacher's z in staging memory by packed logits. acc:
+ * log2_l. */
 template <bool RETRY>
-__device__ __forceinline__ void stage_pairs(uint32_t address, const fused_params& params,
-                                            const fused_scratch& s, const Fragment& frag, int half,
-                                            const TileRows& rows, const float* acc) {
+__device__ __forceinline__ void stage_packed(uint32_t address, const fused_params& params,
+                                             const fused_scratch& s, const Fragment& frag, int half,
+                                             const TileRows& rows, const float* acc) {
   const int line = frag.lane >> 2;
   const uint32_t begin = address + (frag.warp * 16 + line) * 128 + (frag.lane & 1) * 8;
 #pragma unroll
   for (int q = 0; q < 2; q++) {
     const int row = min(frag.first_row + row_step(2 * half + q), params.rows - 1);
-    PairRow pairs = s.pairs[row];
-    if (RETRY) pairs = pair_row_from(pairs, rows.offset[2 * half + q], s.top[row]);
+    PackedRow packed = s.packed[row];
+    if (RETRY) packed = packed_row_from(packed, rows.offset[2 * half + q], s.top[row]);
 #pragma unroll
     for (int j = 0; j < kParts; j++) {
       const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
       const uint32_t at = begin + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4) + q * 8 * 128;
       float values[2];
       sm90::load_shared(at, values);
-      make_pairs(pairs, {acc[4 * j + 2 * q], acc[4 * j + 2 * q + 1]}, values);
+      pack_classes(packed, {acc[4 * j + 2 * q], acc[4 * j + 2 * q + 1]}, values);
       sm90::store_shared(at, values[0], values[1]);
     }
   }
@@ -442,7 +443,7 @@ __device__ __forceinline__ void close_tile_rows(const fused_params& params, cons
                                                 const Fragment& frag, Accumulators& acc,
                                                 TileRows& rows) {
   constexpr bool kIsGeneral = KIND == kGeneral, kIsSoft = KIND == kSoft;
-  const float limit = KIND == kScaled && s.pairs ? kPairTileLimit : kTileLimit;
+  const float limit = KIND == kScaled && s.packed ? kPackedTileLimit : kTileLimit;
   bool beyond = false;
 #pragma unroll
   for (int q = 0; q < 4; q++) {

@@ -40,7 +40,7 @@ struct TileSchedule {
 
 /* Shared addresses: the stages of x (a) and W (b), staging memory for E or z (e), ColumnValues
  * (columns), the two mbarriers that pass the staging memory between the consumer warpgroups
- * (staging), and one for each of them that counts the bytes of the teacher's z (loaded). */
+ * (staging), and a transaction barrier of each for its loads of the teacher's z (loaded). */
 struct SmemLayout {
   uint32_t a, b, e, columns, staging, loaded;
   Stages stages;
@@ -218,19 +218,19 @@ __device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CU
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
 
-/* Replaces the teacher's z in global memory by pairs, 64 rows at a time. Called like store_logits.
- */
+/* Replaces the teacher's z in global memory by packed logits, through the staging memory, 64 rows
+ * at a time: two phases of `loaded` for each tile. Called by the consumer warpgroup that owns the
+ * staging memory; passes it to the other one at the end. */
 template <bool RETRY>
-__device__ __forceinline__ void replace_by_pairs(const logits_gemm_args& p,
-                                                 const CUtensorMap* z_map, const SmemLayout& smem,
-                                                 const Fragment& frag, int group,
-                                                 const TileRows& rows, const Accumulators& acc) {
-  const bool moves = frag.warp == 0 && frag.lane == 0;
+__device__ __forceinline__ void pack_logits(const logits_gemm_args& p, const CUtensorMap* z_map,
+                                            const SmemLayout& smem, const Fragment& frag, int group,
+                                            const TileRows& rows, const Accumulators& acc) {
+  const bool issues_tma = frag.warp == 0 && frag.lane == 0;
   const uint32_t loaded = smem.loaded + 8 * group;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = frag.tile.row + half * kLogitRows;
-    if (moves) {
+    if (issues_tma) {
       sm90::barrier_arrive_expecting(loaded, kTileColumns / kLogitBox * kBytesLogitBox);
       for (int box = 0; box < kTileColumns / kLogitBox; box++) {
         sm90::load_box(smem.e + box * kBytesLogitBox, z_map, loaded,
@@ -238,17 +238,17 @@ __device__ __forceinline__ void replace_by_pairs(const logits_gemm_args& p,
       }
     }
     sm90::barrier_wait(loaded, half);
-    stage_pairs<RETRY>(smem.e, p.params, p.scratch, frag, half, rows, acc[half]);
+    stage_packed<RETRY>(smem.e, p.params, p.scratch, frag, half, rows, acc[half]);
     sm90::async_proxy_fence();
     sync_consumer(group);
-    if (!moves) continue;
+    if (!issues_tma) continue;
     for (int box = 0; box < kTileColumns / kLogitBox; box++) {
       sm90::store_box(z_map, smem.e + box * kBytesLogitBox, frag.tile.column + box * kLogitBox, row,
                       p.store_policy);
     }
     sm90::store_wait_read();
   }
-  if (moves) sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
+  if (issues_tma) sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
 
 template <Kind KIND, FusedResult RESULT, bool RETRY>
@@ -277,9 +277,9 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
       add_weighted_gaps(columns, frag, acc, rows);
   }
   if constexpr (KIND == kSoft) add_probabilities(p.params, frag, acc, rows);
-  if constexpr (RESULT == kPairResult) {
+  if constexpr (RESULT == kPackedResult) {
     sm90::barrier_wait(smem.staging + 8 * group, (iteration & 1) ^ (group ^ 1));
-    replace_by_pairs<RETRY>(p, out_map, smem, frag, group, rows, acc);
+    pack_logits<RETRY>(p, out_map, smem, frag, group, rows, acc);
   }
   hide_columns(p.params, p.scratch, frag, rows, acc);
   if (KIND == kGeneral && p.scratch.tops) write_tops(p.params, p.scratch, frag, acc);
@@ -377,16 +377,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 typedef void (*logits_gemm_kernel)(const CUtensorMap, const CUtensorMap, const CUtensorMap,
                                    const logits_gemm_args);
 
-/* By half, kind, result and overflow retry. z is written once, unless pairs have overwritten it:
- * else its retry writes nothing. float16 has no kernels without options. */
+/* By half, kernel, result and overflow retry. Only kScaled has a retry that writes z: of a teacher,
+ * whose z packed logits have overwritten. float16 has no kernels without options. */
 #define LOGITS_GEMM(KIND, RESULT, HALF) \
   {logits_gemm_sm90<KIND, RESULT, false, HALF>, logits_gemm_sm90<KIND, RESULT, true, HALF>}
 #define LOGITS_GEMM_ONCE(KIND, HALF) {logits_gemm_sm90<KIND, kLogitResult, false, HALF>}
-#define LOGITS_GEMM_OPTIONS(HALF)                                                             \
-  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF),           \
-   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                                         \
-      {LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)}, {             \
-    {}, {}, LOGITS_GEMM(kScaled, kLogitResult, HALF), LOGITS_GEMM(kScaled, kPairResult, HALF) \
+#define LOGITS_GEMM_OPTIONS(HALF)                                                               \
+  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF),             \
+   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                                           \
+      {LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)}, {               \
+    {}, {}, LOGITS_GEMM(kScaled, kLogitResult, HALF), LOGITS_GEMM(kScaled, kPackedResult, HALF) \
   }
 enum KernelKind {
   kPlainKernel,
@@ -442,6 +442,7 @@ flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params
   const int half = params->half, kind = kind_of(params, result);
   const void* kernel = (const void*)g_kernels[half][kind][result][retry];
   const int bytes = shared_bytes(result);
+  if (!kernel) return flce_fail(FLCE_UNSUPPORTED, "logits_gemm_sm90: no kernel for these options");
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "logits_gemm_sm90", bytes, device,
                             g_clusters[half][kind][result][retry], &clusters));

@@ -5,6 +5,7 @@
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
 #include "cuda/rows/row_launch.cuh"
+#include "cuda/rows/statistics.cuh"
 #include "cuda/sm90/fused_logits.cuh"
 
 enum { kDotWarps = 8, kProbes = 4 };
@@ -58,27 +59,52 @@ __device__ __forceinline__ float top_log2_logit(const fused_params& params, floa
   return top;
 }
 
-/* The rows of a teacher, of which pairs are made. `scale` as of find_row_offsets. */
-struct teacher_args {
-  const float *z, *offset, *inv_sum, *temperature;
-  int64_t pitch; /* of z; 0: no teacher */
+/* A teacher's fused_logits, whose statistics are complete. z, sums, offset and top are by row of
+ * the chunk, inv_sum and temperature by token. `scale` as of find_row_offsets. */
+struct TeacherRows {
+  const float* z; /* [rows][pitch]; pitch 0: no teacher */
+  int64_t pitch;
+  const float* sums; /* [tiles][rows] */
+  const float* offset;
+  const int* top;
+  const float *inv_sum, *temperature;
   float scale;
+  int tiles;
 };
 
-/* What a row's pairs are made with. `log2_l`: the student's in `column`, `k`: its row's offset. */
-__device__ __forceinline__ PairRow open_pair_row(const teacher_args& t, int64_t row, int64_t at,
-                                                 int column, float log2_l, float k) {
-  PairRow pairs = {};
-  pairs.scale = t.temperature ? t.scale / t.temperature[at] : t.scale;
-  pairs.offset = rintf(t.offset[at] * kLog2e);
-  pairs.log_sum = -log2f(t.inv_sum[at]);
-  pairs.k = k;
-  /* A class of q below 2^-32 says little about p, and would move the p of others out of range. */
-  const float log2_q = (pairs.scale * t.z[row * t.pitch + column] - pairs.offset) - pairs.log_sum;
-  pairs.above = fmaxf(log2_q, -kPairLimit / 2) - (log2_l - k);
-  if (!isfinite(pairs.above)) pairs.above = 0; /* then the row is repeated */
-  pairs.shift = (float)((double)k - pairs.above - pairs.offset - pairs.log_sum);
-  return pairs;
+/* A class of nearly the largest q: the largest of the tile with the largest sum, or the target,
+ * which the sums leave out. Called by a warp. */
+__device__ __forceinline__ int likely_class(const TeacherRows& t, const fused_params& params,
+                                            int row, int target, int lane) {
+  Best<float> tile = {-1, 0};
+  for (int i = lane; i < t.tiles; i += kWarp) {
+    tile = better_of(tile, Best<float>{t.sums[(int64_t)i * params.rows + row], i});
+  }
+  const int first = warp_best(tile).column * kTileColumns;
+  const float* z = t.z + row * t.pitch;
+  Best<float> best = {z[target], target};
+  for (int i = first + lane; i < min(first + kTileColumns, params.vocab); i += kWarp) {
+    best = better_of(best, Best<float>{z[i], i});
+  }
+  return warp_best(best).column;
+}
+
+/* How a row is packed: C is log2(p / q) of `column`, of which log2_l is the student's; k: the row's
+ * offset. */
+__device__ __forceinline__ PackedRow open_packed_row(const TeacherRows& t, int64_t row, int64_t at,
+                                                     int column, float log2_l, float k) {
+  PackedRow packed = {};
+  packed.scale = t.temperature ? t.scale / t.temperature[at] : t.scale;
+  packed.teacher_k = offset_from(t.offset[row], t.top[row]);
+  packed.log_sum = -log2f(t.inv_sum[at]);
+  packed.k = k;
+  /* Of a class with q below 2^-32, log2(p / q) would move the p of others out of range. */
+  const float log2_q =
+      (packed.scale * t.z[row * t.pitch + column] - packed.teacher_k) - packed.log_sum;
+  packed.above = fmaxf(log2_q, -kPackedLimit / 2) - (log2_l - k);
+  if (!isfinite(packed.above)) packed.above = 0; /* kUnknownOffset: the row is repeated */
+  packed.difference = (float)((double)k - packed.above - packed.teacher_k - packed.log_sum);
+  return packed;
 }
 
 /* One warp for each row. `scale` is the factor of general_log2_logit before a temperature of the
@@ -86,7 +112,7 @@ __device__ __forceinline__ PairRow open_pair_row(const teacher_args& t, int64_t 
 template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
     find_row_offsets(const __grid_constant__ flce_rows r, const fused_params params,
-                     const fused_scratch s, const teacher_args t, float scale, const X* x,
+                     const fused_scratch s, const TeacherRows t, float scale, const X* x,
                      const X* w) {
   pdl_wait();
   const int lane = threadIdx.x % kWarp;
@@ -108,8 +134,16 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
                    : top_log2_logit<1>(params, scale, own, w, column, 0, lane);
     offset = log2_l == -INFINITY ? kUnknownOffset
                                  : rintf(log2_l) + (r.out ? kAboveTarget : kAboveTargetForSums);
-    if (t.pitch > 0 && lane == 0)
-      s.pairs[row] = open_pair_row(t, row, ref.at, column, log2_l, offset);
+    if (t.pitch > 0) {
+      const int likely = likely_class(t, params, row, column, lane);
+      const float other = top_log2_logit<1>(params, scale, own, w, likely, 0, lane);
+      if (other > log2_l) offset = rintf(other) + kAboveTargetForSums;
+      /* kPackedTileLimit allows for a target that exceeds the likely class by 2^16. */
+      const bool by_target = log2_l - other > 16;
+      const PackedRow packed = open_packed_row(t, row, ref.at, by_target ? column : likely,
+                                               by_target ? log2_l : other, offset);
+      if (lane == 0) s.packed[row] = packed;
+    }
     if (s.row_weighted_gaps) {
       float sum[1];
       dot_rows(own, (const float*)r.wsum, 0, params.hidden, lane, sum);
@@ -117,7 +151,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     }
   }
   if (lane != 0) return;
-  if (t.pitch > 0 && ref.kind != kRowValid) s.pairs[row] = PairRow{};
+  if (t.pitch > 0 && ref.kind != kRowValid) s.packed[row] = PackedRow{};
   s.offset[row] = offset;
   s.scale[row] = scale;
   s.column[row] = column;
@@ -128,16 +162,19 @@ template <typename X>
 static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
                                   const fused_params* params, const fused_scratch* s) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
-  teacher_args t = {};
+  TeacherRows t = {};
   if (r->teacher) {
     const row_args other = make_args(&r->teacher->rows);
-    const float* stats = (const float*)other.r.stats;
-    t = {(const float*)r->teacher->gemm.c,
-         stats + FLCE_STAT_OFFSET * other.r.stat_pitch,
-         stats + FLCE_STAT_INV_SUM * other.r.stat_pitch,
-         (const float*)other.r.temperature,
-         r->teacher->gemm.pitch_c,
-         (float)(other.outer_scale * kLog2eExact)};
+    const fused_scratch scratch = fused_scratch_of(r->teacher->scratch, &r->teacher->rows);
+    t.z = (const float*)r->teacher->gemm.c;
+    t.pitch = r->teacher->gemm.pitch_c;
+    t.sums = scratch.sums;
+    t.offset = scratch.offset;
+    t.top = scratch.top;
+    t.inv_sum = (const float*)other.r.stats + FLCE_STAT_INV_SUM * other.r.stat_pitch;
+    t.temperature = (const float*)other.r.temperature;
+    t.scale = (float)(other.outer_scale * kLog2eExact);
+    t.tiles = (int)tiles_of(r->vocab);
   }
   return launch_dependent(self, find_row_offsets<X>, blocks, kDotWarps * kWarp, "find_row_offsets",
                           *r, *params, *s, t, params->scale, (const X*)g->a, (const X*)g->b);
