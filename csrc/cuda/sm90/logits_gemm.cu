@@ -442,7 +442,6 @@ flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params
   const int half = params->half, kind = kind_of(params, result);
   const void* kernel = (const void*)g_kernels[half][kind][result][retry];
   const int bytes = shared_bytes(result);
-  if (!kernel) return flce_fail(FLCE_UNSUPPORTED, "logits_gemm_sm90: no kernel for these options");
   int clusters;
   FLCE_TRY(clusters_at_once(kernel, "logits_gemm_sm90", bytes, device,
                             g_clusters[half][kind][result][retry], &clusters));
