@@ -42,7 +42,7 @@ typedef struct fused_scratch {
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
   int* column;   /* [rows] the target's column, -1 for none */
-  /* [rows] ordered_of(the largest log2_l) where a tile exceeded kTileLimit, else kNoTop */
+  /* [rows] ordered_of(the largest log2_l) where a tile exceeded the limit, else kNoTop */
   int* top;
   /* [1 + row clusters] flags of the overflow retry: whether any tile needs it, and for each
    * kClusterRows rows whether theirs are */
@@ -59,8 +59,8 @@ typedef struct fused_scratch {
   int* columns;        /* [tiles of V][rows] or NULL: the lowest column that has it */
 } fused_scratch;
 
-/* Parameters of the three kernels. `general` selects their most general version, which alone reads
- * scratch.scale, inner_scale, curve and class_weight. */
+/* Parameters of the three kernels. kGeneral and kScaled read scratch.scale, kGeneral alone
+ * inner_scale, curve and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
   int columns;  /* columns of the result, zero padding included */
