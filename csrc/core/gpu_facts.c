@@ -69,26 +69,25 @@ static const int64_t kLeastHidden = 1024;
  * 2026-11-22). */
 static const int64_t kLeastRows = 193;
 
-static bool rises(const flce_problem* p) {
-  return (float)(p->loss.logit_scale / p->loss.temperature * FLCE_LOG2E) > 0;
+/* Whether l is a positive factor times z and nothing but the loss is computed of it. */
+static bool has_scaled_logits(const flce_problem* p) {
+  const flce_loss* o = &p->loss;
+  const bool rises = (float)(o->logit_scale / o->temperature * FLCE_LOG2E) > 0;
+  return rises && !flce_caps_logits(o) && o->label_smoothing == 0 && !p->wants_entropy &&
+         !p->wants_predictions;
 }
 
 /* Whether the fused kernels implement this loss. With probabilities they implement no other
  * option. */
 static bool suits_fused_gemm(const flce_problem* p) {
-  const flce_loss* o = &p->loss;
-  const bool others = o->label_smoothing > 0 || flce_caps_logits(o) || !rises(p) ||
-                      p->has_class_weight || p->has_temperature || p->wants_entropy ||
-                      p->wants_predictions;
+  const bool others = !has_scaled_logits(p) || p->has_class_weight || p->has_temperature;
   return !p->unaligned && !(p->has_probabilities && others);
 }
 
 /* Whether the kernels of scaled rows (cuda/rows/row.cuh) serve one of a divergence's two logits
- * GEMMs: l is a positive factor times z. */
+ * GEMMs. */
 static bool suits_scaled_rows(const flce_problem* p) {
-  const flce_loss* o = &p->loss;
-  return rises(p) && !flce_caps_logits(o) && o->label_smoothing == 0 && !p->has_probabilities &&
-         !p->wants_entropy && !p->wants_predictions;
+  return has_scaled_logits(p) && !p->has_probabilities;
 }
 
 /* Whether the fused kernels run both logits GEMMs of a divergence and pack the logits. Ranks of a

@@ -70,31 +70,35 @@ __device__ __forceinline__ void add_bias(const ColumnValues& columns, const Frag
   }
 }
 
-/* Writes one half (64 rows) of the tile's z to staging memory, as boxes of kLogitBox columns with
- * the 128-byte swizzle of the TMA store. */
-__device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& frag,
-                                             const float* acc) {
+/* The shared address of a thread's two columns of part j in row q, 0 or 1, of one half (64 rows) of
+ * the tile in staging memory: boxes of kLogitBox columns with the 128-byte swizzle of TMA. */
+__device__ __forceinline__ uint32_t staged_at(uint32_t address, const Fragment& frag, int j,
+                                              int q) {
   const int line = frag.lane >> 2; /* row modulo 8, by which 16-byte chunks are swizzled */
   const uint32_t row = address + (frag.warp * 16 + line) * 128 + (frag.lane & 1) * 8;
+  const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
+  return row + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4) + q * 8 * 128;
+}
+
+/* Writes one half of the tile's z to staging memory. */
+__device__ __forceinline__ void stage_logits(uint32_t address, const Fragment& frag,
+                                             const float* acc) {
 #pragma unroll
   for (int j = 0; j < kParts; j++) {
-    const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
-    const uint32_t at = row + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4);
 #pragma unroll
     for (int q = 0; q < 2; q++) {
-      sm90::store_shared(at + q * 8 * 128, acc[4 * j + 2 * q], acc[4 * j + 2 * q + 1]);
+      sm90::store_shared(staged_at(address, frag, j, q), acc[4 * j + 2 * q],
+                         acc[4 * j + 2 * q + 1]);
     }
   }
 }
 
-/* Overwrites one half (64 rows) of the teacher's z in staging memory by packed logits. acc:
+/* Overwrites one half of the teacher's z in staging memory by packed logits. acc:
  * log2_l. */
 template <bool RETRY>
 __device__ __forceinline__ void stage_packed(uint32_t address, const fused_params& params,
                                              const fused_scratch& s, const Fragment& frag, int half,
                                              const TileRows& rows, const float* acc) {
-  const int line = frag.lane >> 2;
-  const uint32_t begin = address + (frag.warp * 16 + line) * 128 + (frag.lane & 1) * 8;
 #pragma unroll
   for (int q = 0; q < 2; q++) {
     const int row = min(frag.first_row + row_step(2 * half + q), params.rows - 1);
@@ -102,8 +106,7 @@ __device__ __forceinline__ void stage_packed(uint32_t address, const fused_param
     if (RETRY) packed = packed_row_from(packed, rows.offset[2 * half + q], s.top[row]);
 #pragma unroll
     for (int j = 0; j < kParts; j++) {
-      const int chunk = (j % 4) * 2 + ((frag.lane & 3) >> 1);
-      const uint32_t at = begin + (j / 4) * kBytesLogitBox + ((chunk ^ line) << 4) + q * 8 * 128;
+      const uint32_t at = staged_at(address, frag, j, q);
       float values[2];
       sm90::load_shared(at, values);
       pack_classes(packed, {acc[4 * j + 2 * q], acc[4 * j + 2 * q + 1]}, values);
