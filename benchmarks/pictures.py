@@ -199,7 +199,7 @@ def every():
     """{file name: picture}"""
     made = {"readme.svg": readme(), "memory.svg": memory(), "chunks.svg": chunks()}
     made["deferred.svg"] = deferred()
-    made["distillation.svg"] = distill_plot.draw(record("25-h200-distill-sweep"))
+    made["distillation.svg"] = distill_plot.draw(record("26-h200-distill-sweep"))
     for shape in SHAPES:
         made[f"{shape}-step.svg"] = plot.draw(*rows_of(shape))
     runs = [RESULTS / f"2026-11-23-h200-sampled-training{name}.json" for name in TRAINING]

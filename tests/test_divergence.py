@@ -425,9 +425,11 @@ FAR = ["near", "nearer", "rare", "spread", "flat", "unlikely", "hard"]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_packed_logits_near_and_far(cuda, monkeypatch, dtype, kind, how):
     """32 bits for both logits of a class: errors of the gradient relative to the gradient, which
-    is small where student and teacher are near, against those of all float32 logits."""
+    is small where student and teacher are near, against those of all float32 logits. 1e-3 is that
+    of a class's 32 bits, an error of its own."""
     case = cases.make_case(600, 256, 5003, dtype=dtype, device=cuda)
-    case = cases.ignore_some(case, every=5)
+    if how != "rare":  # where no target says which rows are ignored
+        case = cases.ignore_some(case, every=5)
     options, bias = distant(case, cuda, how)
     named = {"input": case.input, "linear_weight": case.linear_weight, "linear_bias": bias}
     options |= {"divergence": kind, "max_memory": "12MB"}
@@ -439,8 +441,9 @@ def test_packed_logits_near_and_far(cuda, monkeypatch, dtype, kind, how):
         made = outcome(flce.linear_divergence, named, options)
         errors[kernel] = {n: cases.relative_error(v, truth[n]) for n, v in made.items()}
     for name, error in errors["fused"].items():
-        bound = 5e-5 if name == "loss" else 2.5e-3 if dtype == torch.bfloat16 else 1e-3
-        assert error <= max(bound, 1.5 * errors["gemm"][name]), (name, error, errors)
+        unpacked = 1.2 * errors["gemm"][name]
+        bound = max(5e-5, unpacked) if name == "loss" else math.hypot(1e-3, unpacked)
+        assert error <= bound, (name, error, errors)
 
 
 @pytest.mark.parametrize("own, other", [(-0.5, 1.0), (1.0, -0.5)])

@@ -40,6 +40,7 @@ struct RowPair {
   S s_offset, t_offset, s_inv, t_inv; /* statistics */
   S shift;                            /* lse of s minus that of t; of packed rows C, in base 2 */
   S beta, hard, soft, factor, target, value, mean;
+  S mass; /* sum of the p that both passes see, 1 but for the rounding of packed rows */
 };
 
 template <typename Z, typename S = stat_t<Z>>
@@ -153,6 +154,11 @@ __device__ __forceinline__ S terms_of(const Series& series, S beta, S p, S q, S 
 template <Source FROM, typename Z>
 constexpr int kUnrollFrom = FROM == kPackedRows ? kUnroll<Z> : kUnroll<Z> / 2;
 
+/* p (pull / p - mean) nearly cancels in a class whose p is almost 1: then `mean` has to be that of
+ * the rounded p. The forward KL's p - q has the relative error of log(p / q). */
+template <Source FROM, flce_divergence KIND>
+constexpr bool kWeighsMass = FROM == kPackedRows && KIND != FLCE_FORWARD_KL;
+
 /* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS.
  * INSIDE: all of its columns are in the row, and none is the hard label's. */
 template <bool SUMS, bool GRADS, Source FROM, bool INSIDE, flce_divergence KIND, typename Z,
@@ -182,6 +188,7 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
       if constexpr (SUMS) {
         pair.value += value;
         if (!GRADS) pair.mean += pull;
+        if (!GRADS && kWeighsMass<FROM, KIND>) pair.mass += p[e];
       }
       d[e] = fma(of_p, p[e], of_pull * pull) * slope[e];
       if (!INSIDE && col + e == pair.s.target)
@@ -213,13 +220,17 @@ __device__ __forceinline__ void pass_over(const Series& series, RowPair<Z>& pair
 
 /* The sums of a row over its classes, in every thread, stored or loaded as flce_divergence_args
  * says. */
-template <typename Z, typename S>
+template <Source FROM, flce_divergence KIND, typename Z, typename S>
 __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scratch,
                                               RowPair<Z>& pair) {
   S *value = (S*)c.partial + FLCE_DIVERGENCE_VALUE * c.s.r.rows + blockIdx.x,
     *mean = (S*)c.partial + FLCE_DIVERGENCE_MEAN * c.s.r.rows + blockIdx.x;
   pair.value = c.sums ? block_sum(pair.value, scratch) : *value;
   pair.mean = c.sums ? block_sum(pair.mean, scratch) : *mean;
+  if constexpr (kWeighsMass<FROM, KIND>) {
+    const S mass = block_sum(pair.mass, scratch);
+    if (mass > 0) pair.mean /= mass;
+  }
   if (!c.sums || !c.partial || threadIdx.x > 0) return;
   *value = pair.value;
   *mean = pair.mean;
@@ -258,10 +269,10 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
       KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<FROM, Out>(pair, scratch);
   if (one_pass) {
     pass_over<true, true, FROM, KIND>(c.series, pair, out);
-    exchange_sums(c, scratch, pair);
+    exchange_sums<FROM, KIND>(c, scratch, pair);
   } else {
     if (c.sums) pass_over<true, false, FROM, KIND>(c.series, pair, out);
-    exchange_sums(c, scratch, pair);
+    exchange_sums<FROM, KIND>(c, scratch, pair);
     if (out) pass_over<false, true, FROM, KIND>(c.series, pair, out);
   }
   if (out) pad_row(out, r.vocab, r.out_columns);

@@ -193,6 +193,16 @@ __device__ __forceinline__ ColumnValues load_column_values(const logits_gemm_arg
   return columns;
 }
 
+/* Starts the TMA stores of 64 staged rows, and waits until they have read the staging memory. */
+__device__ __forceinline__ void store_staged(const logits_gemm_args& p, const CUtensorMap* z_map,
+                                             const SmemLayout& smem, int column, int row) {
+  for (int box = 0; box < kTileColumns / kLogitBox; box++) {
+    sm90::store_box(z_map, smem.e + box * kBytesLogitBox, column + box * kLogitBox, row,
+                    p.store_policy);
+  }
+  sm90::store_wait_read();
+}
+
 /* Writes z through the staging memory, 64 rows at a time. Called by the consumer warpgroup that
  * owns the staging memory; passes it to the other one at the end. */
 __device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CUtensorMap* z_map,
@@ -205,13 +215,7 @@ __device__ __forceinline__ void store_logits(const logits_gemm_args& p, const CU
     stage_logits(smem.e, frag, acc[half]);
     sm90::async_proxy_fence();
     sync_consumer(group);
-    if (stores) {
-      for (int box = 0; box < kTileColumns / kLogitBox; box++) {
-        sm90::store_box(z_map, smem.e + box * kBytesLogitBox, frag.tile.column + box * kLogitBox,
-                        frag.tile.row + half * kLogitRows, p.store_policy);
-      }
-      sm90::store_wait_read();
-    }
+    if (stores) store_staged(p, z_map, smem, frag.tile.column, frag.tile.row + half * kLogitRows);
     /* The second half overwrites the first, whose TMA stores must have read it. */
     if (half == 0) sync_consumer(group);
   }
@@ -241,12 +245,7 @@ __device__ __forceinline__ void pack_logits(const logits_gemm_args& p, const CUt
     stage_packed<RETRY>(smem.e, p.params, p.scratch, frag, half, rows, acc[half]);
     sm90::async_proxy_fence();
     sync_consumer(group);
-    if (!issues_tma) continue;
-    for (int box = 0; box < kTileColumns / kLogitBox; box++) {
-      sm90::store_box(z_map, smem.e + box * kBytesLogitBox, frag.tile.column + box * kLogitBox, row,
-                      p.store_policy);
-    }
-    sm90::store_wait_read();
+    if (issues_tma) store_staged(p, z_map, smem, frag.tile.column, row);
   }
   if (issues_tma) sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
 }
