@@ -5,6 +5,8 @@
  *   bits 0 to 15   (64 - log2 of the larger of q and q 2^r) 512, an unsigned integer: 0xffff is the
  *                  smallest, and stands for p = q = 0
  *
+ * A class that neither side has is kAbsentClass.
+ *
  * So the larger of q and p 2^-C is off by a factor of 2^(2^-10) at most, the smaller by |r| 2^-11
  * more in log2. The epilogue of the student's fused logits GEMM packs a row when the student's
  * logsumexp is not known yet: C is log2(p / q) of a class that the teacher deems likely
@@ -27,8 +29,9 @@ struct alignas(16) PackedRow {
 };
 static_assert(sizeof(PackedRow) == FLCE_PACKED_ROW_FLOATS * sizeof(float), "scratch of a row");
 
-constexpr float kPackedSteps = 512; /* in 1 of log2 */
-constexpr float kPackedLimit = 64;  /* of |log2| of the larger one */
+constexpr float kPackedSteps = 512;           /* in 1 of log2 */
+constexpr float kPackedLimit = 64;            /* of |log2| of the larger one */
+constexpr uint32_t kAbsentClass = 0xfc00ffff; /* r is -inf */
 /* Adding 2^23 rounds to an integer, which is then the low bits of the fraction. */
 constexpr float kRounds = 0x1p23f;
 
@@ -48,7 +51,8 @@ __device__ __forceinline__ void pack_classes(const PackedRow& row, const float (
   for (int e = 0; e < 2; e++) {
     const float teacher_log2_l = row.scale * z[e];
     larger[e] = encoded_larger(row, log2_l[e], teacher_log2_l);
-    r[e] = (log2_l[e] - teacher_log2_l) - row.difference;
+    /* -inf minus -inf is NaN, which fmaxf drops; one of a NaN logit is in the row's sums too. */
+    r[e] = fmaxf((log2_l[e] - teacher_log2_l) - row.difference, -INFINITY);
   }
   const __half2 halves = __floats2half2_rn(r[0], r[1]);
   const uint32_t both = *(const uint32_t*)&halves;
@@ -56,17 +60,22 @@ __device__ __forceinline__ void pack_classes(const PackedRow& row, const float (
   z[1] = __uint_as_float(__byte_perm(__float_as_uint(larger[1]), both, 0x7610));
 }
 
-/* log2 of the larger one, -inf for p = q = 0; and r. */
+/* log2 of the larger one, and r. */
 struct PackedClass {
   float log2_larger, r;
 };
 
-__device__ __forceinline__ PackedClass unpack_class(uint32_t word) {
-  const uint32_t steps = word & 0xffff;
-  const float log2 = fmaf(__uint_as_float(__float_as_uint(kRounds) | steps), -1 / kPackedSteps,
-                          kRounds / kPackedSteps + kPackedLimit);
-  return {steps == 0xffff ? -INFINITY : log2,
+/* With the smallest log2_larger where p = q = 0. */
+__device__ __forceinline__ PackedClass unpack_least(uint32_t word) {
+  return {fmaf(__uint_as_float(__float_as_uint(kRounds) | (word & 0xffff)), -1 / kPackedSteps,
+               kRounds / kPackedSteps + kPackedLimit),
           __half2float(__ushort_as_half((unsigned short)(word >> 16)))};
+}
+
+/* With -inf there. */
+__device__ __forceinline__ PackedClass unpack_class(uint32_t word) {
+  const PackedClass both = unpack_least(word);
+  return {(word & 0xffff) == 0xffff ? -INFINITY : both.log2_larger, both.r};
 }
 
 #endif

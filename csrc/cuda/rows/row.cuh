@@ -70,6 +70,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+/* log2(x) to 2^-22 for x in [1/2, 2], relative beyond; -inf where x is below 2^-126. */
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /* exp(x) for x <= 60. Rounding x log2(e) adds a relative error of |x| 2^-24, so terms that
  * matter (x near the row's largest) are right to a few 2^-22, far below the rounding of a 16-bit
  * result. */

@@ -4,6 +4,7 @@
  * cache. The forward KL's gradient needs their sum, which is that of the errors of the statistics,
  * only where student and teacher are near: else one pass makes loss and dz. */
 #include "cuda/backend.cuh"
+#include "cuda/rows/far_rows.cuh"
 #include "cuda/rows/packed_rows.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
@@ -236,19 +237,57 @@ __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scr
   *mean = pair.mean;
 }
 
-/* Whether student and teacher are near in the first classes of a row, a vector in each thread: then
- * the sum of p - q is taken out. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms;
- * packed classes are rounded by more. */
-template <Source FROM, typename Out, typename Z, typename S>
-__device__ __forceinline__ bool is_near(const RowPair<Z>& pair, S* scratch) {
+/* Of a row's first classes, a vector in each thread: whether |log(p / q)| is below 2^-5 in all, and
+ * whether it is at least 1 in a quarter of them. */
+struct Distance {
+  bool near, far;
+};
+
+/* near: the sum of p - q is taken out of the forward KL's gradient; beyond, an error of 2^-24 in it
+ * is at most 2^-19 of the terms, and packed classes are rounded by more. far: for far_rows.cuh. */
+template <Source FROM, typename Out, typename Z, typename S = stat_t<Z>>
+__device__ __forceinline__ Distance distance_of(const RowPair<Z>& pair, S* scratch) {
+  constexpr int N = kVec<Z>;
   const int col = column_of<Z>(threadIdx.x, pair.s.lead);
-  Vec<Z, kVec<Z>> raw, teacher;
-  S p[kVec<Z>], q[kVec<Z>], d[kVec<Z>], slope[kVec<Z>], top = 0;
+  Vec<Z, N> raw, teacher;
+  S p[N], q[N], d[N], slope[N], top = 0, far = 0;
   load_pair<FROM, false, false>(pair, col, raw, teacher);
   compare<FROM, false, Out>(pair, raw, teacher, col, p, q, d, slope);
 #pragma unroll
-  for (int e = 0; e < kVec<Z>; e++) top = fmax(top, fabs(d[e]));
-  return block_max(top, scratch) < (S)0x1p-5;
+  for (int e = 0; e < N; e++) {
+    top = fmax(top, fabs(d[e]));
+    far += fabs(d[e]) >= 1;
+  }
+  top = block_max(top, scratch);
+  return {top < (S)0x1p-5, 4 * block_sum(far, scratch) >= N * blockDim.x};
+}
+
+/* Loss and dz of a row by far_row. */
+template <flce_divergence KIND, typename Out>
+__device__ __forceinline__ void compare_far(RowPair<float>& pair, Out* out, float* scratch) {
+  FarRow row = {pair.s.z, (int)pair.s.vocab, (int)pair.s.target, pair.shift, 0, pair.shift};
+  row.of_target = pair.hard * pair.target;
+  far_row<KIND>(row, out, pair.beta, pair.factor, pair.soft, pair.hard, scratch);
+  pair.value = row.value;
+  pair.mean = row.mean;
+}
+
+/* Loss and, where `out` is one, dz of a row. */
+template <Source FROM, flce_divergence KIND, typename Z, typename Out, typename S>
+__device__ __forceinline__ void compare_row(const divergence_params& c, RowPair<Z>& pair, Out* out,
+                                            S* scratch) {
+  const Distance distance = distance_of<FROM, Out>(pair, scratch);
+  if constexpr (FROM == kPackedRows) {
+    if (distance.far) return compare_far<KIND>(pair, out, scratch);
+  }
+  if (KIND == FLCE_FORWARD_KL && c.sums && out && !distance.near) {
+    pass_over<true, true, FROM, KIND>(c.series, pair, out);
+    exchange_sums<FROM, KIND>(c, scratch, pair);
+    return;
+  }
+  if (c.sums) pass_over<true, false, FROM, KIND>(c.series, pair, out);
+  exchange_sums<FROM, KIND>(c, scratch, pair);
+  if (out) pass_over<false, true, FROM, KIND>(c.series, pair, out);
 }
 
 template <Source FROM, flce_divergence KIND, typename Z, typename Out>
@@ -265,16 +304,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Z) == 8 ? 1 : 2)
     return;
   }
   RowPair<Z> pair = open_pair<Z>(c, ref.at);
-  const bool one_pass =
-      KIND == FLCE_FORWARD_KL && c.sums && out && !is_near<FROM, Out>(pair, scratch);
-  if (one_pass) {
-    pass_over<true, true, FROM, KIND>(c.series, pair, out);
-    exchange_sums<FROM, KIND>(c, scratch, pair);
-  } else {
-    if (c.sums) pass_over<true, false, FROM, KIND>(c.series, pair, out);
-    exchange_sums<FROM, KIND>(c, scratch, pair);
-    if (out) pass_over<false, true, FROM, KIND>(c.series, pair, out);
-  }
+  compare_row<FROM, KIND>(c, pair, out, scratch);
   if (out) pad_row(out, r.vocab, r.out_columns);
   if (c.stores_bound) __syncthreads(); /* all threads have read INV_SUM */
   if (!c.writes || threadIdx.x > 0) return;
