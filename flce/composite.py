@@ -104,10 +104,10 @@ def _loss_tensors(packed, tensors, target, *operands):
 
 def _of_ranks(packed, tensor):
     """The tensors of all ranks that divide the vocabulary; this rank's own is differentiable."""
-    from torch.distributed import _functional_collectives as functional
-
+    collectives = torch.ops._c10d_functional
     sent = tensor.detach().contiguous().unsqueeze(0)
-    gathered = list(functional.wait_tensor(functional.all_gather_tensor(sent, 0, packed.group)))
+    received = collectives.all_gather_into_tensor(sent, packed.ranks, packed.group)
+    gathered = list(collectives.wait_tensor(received))
     gathered[packed.rank] = tensor
     return gathered
 

@@ -389,7 +389,8 @@ def distant(case, device, how):
     """A teacher of the student's x, and options. near: the teacher has 64 more columns, whose
     part of the logits is small; rare: so, and the targets, class 0, are improbable and differ by
     more; spread, flat: logits of standard deviation 5 to 16, and 1e-3; unlikely: the student rules
-    the targets out, so that the fused GEMM repeats their rows; hard: with the targets' loss."""
+    the targets out, so that the fused GEMM repeats their rows; hard: with the targets' loss; long:
+    rows of several tiles."""
     rows, vocab = len(case.input), len(case.linear_weight)
     draw = cases.generator(5)
     bias, teacher_bias = torch.zeros(2, vocab)

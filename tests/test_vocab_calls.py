@@ -8,6 +8,7 @@ import io
 import itertools
 import pickle
 import unittest.mock
+import warnings
 
 import cases
 import torch
@@ -277,7 +278,10 @@ def test_operators(ranks):
     case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
     x, w, b = leaves_of(case).values()
     wants = {"topk": 2, **RETURNS}
-    made = flce.linear_cross_entropy(x, w, case.target, linear_bias=b, vocab_parallel=vp, **wants)
+    options = {"linear_bias": b, "vocab_parallel": vp, **wants}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        made = flce.linear_cross_entropy(x, w, case.target, **options)
     expected = torch.autograd.grad(made.loss, (x, w, b))
     arguments = {"linear_bias": b, "vocab_parallel": vp.text}
     operator = torch.ops.flce.linear_cross_entropy
