@@ -1,15 +1,15 @@
-/* Loss and dz of packed rows (packed_rows.cuh) whose student and teacher are far apart. What nearly
- * cancels in one class is small against the row's sums there, so a class takes a third of the
- * instructions of flce_divergence_terms (divergence.h). In base 2, with P = p and Q = q, of the JSD
- * P = (1 - beta) p, Q = beta q and m = P + Q:
+/* Loss and dz of packed rows (packed_rows.cuh) whose student and teacher are far apart: what nearly
+ * cancels in one class is small against the row's sums there, so the terms of divergence.h need no
+ * power series. With P = p and Q = q, of the JSD P = (1 - beta) p, Q = beta q and m = p and q
+ * averaged so:
  *
- *                 value                                   pull
- *   forward KL    -Q log2(P / Q)                          P - Q
- *   reverse KL    (its pull)                              P log2(P / Q)
- *   JSD           -P log2(m / P) - Q log2(m / Q)          -P log2(m / P)
+ *                 pull                  value
+ *   forward KL    P - Q                 pull - Q log(P / Q)
+ *   reverse KL    P log2(P / Q)         Q - P + pull, in nats
+ *   JSD           -P log2(m / p)        pull - Q log2(m / q)
  *
- * dz is pull minus P times its sum over the sum of P: `mean` has to be that of the rounded P,
- * because both nearly cancel in a class whose p is almost 1. */
+ * dz is pull minus P times its sum over the sum of P, which is that of the rounded P, because both
+ * nearly cancel in a class whose p is almost 1. */
 #ifndef FLCE_CUDA_ROWS_FAR_ROWS_CUH
 #define FLCE_CUDA_ROWS_FAR_ROWS_CUH
 
@@ -29,7 +29,8 @@ struct FarRow {
   const float* words;
   int vocab, target;
   float p_shift, q_shift, ratio_shift;
-  float value, mean, p, q; /* sums over the classes */
+  float log2_p_share, log2_q_share; /* log2 of P / p and of Q / q, but for kUnit */
+  float value, mean, p;             /* sums over the classes: value, pull, P */
   float of_pull, of_soft, of_p, of_target;
 };
 
@@ -44,21 +45,22 @@ __device__ __forceinline__ void far_class(FarRow& row, uint32_t word, float* pul
     Q = exp2_fast((both.log2_larger + row.q_shift) - fmaxf(both.r, 0));
   if (KIND == FLCE_FORWARD_KL) {
     *pull = P - Q;
-    value = Q > 0 ? -Q * ratio : 0;
+    value = Q > 0 ? fmaf(-kLn2 * Q, ratio, *pull) : *pull;
   } else if (KIND == FLCE_REVERSE_KL) {
     *pull = P * fmaxf(ratio, -1e30f);
+    value = fmaf(kLn2, *pull, Q - P);
   } else {
-    /* log2 of m over the larger of P and Q */
+    /* log2 of P + Q over the larger of both */
     const float m = log2_fast(1 + exp2_fast(-fabsf(ratio)));
-    *pull = -P * (m - fmaxf(fminf(ratio, 0), -1e30f));
-    value = fmaf(-Q, m + fminf(fmaxf(ratio, 0), 1e30f), *pull);
+    *pull = -P * ((m + row.log2_p_share) - fmaxf(fminf(ratio, 0), -1e30f));
+    value = fmaf(-Q, (m + row.log2_q_share) + fminf(fmaxf(ratio, 0), 1e30f), *pull);
   }
   *p = P;
   if (!SUMS) return;
   row.value += value;
-  if (KIND != FLCE_FORWARD_KL) row.mean += *pull;
-  if (KIND != FLCE_FORWARD_KL) row.p += P;
-  if (KIND != FLCE_REVERSE_KL) row.q += Q;
+  if (KIND == FLCE_FORWARD_KL) return;
+  row.mean += *pull;
+  row.p += P;
 }
 
 /* A tile of vectors from `first` on. INSIDE: all of its columns are in the row, where `out` has
@@ -124,48 +126,38 @@ __device__ __forceinline__ void far_pass(FarRow& row, Out* out) {
 }
 
 /* From the sums of all threads: the loss, and `mean`, the sum of flce_divergence_terms, in nats.
- * log2_p_share, log2_q_share: log2 of P / p and of Q / q, in kUnit. */
+ * p_share: P / p but for kUnit. */
 template <flce_divergence KIND>
-__device__ __forceinline__ void finish_sums(FarRow& row, float beta, float log2_p_share,
-                                            float log2_q_share, float* scratch) {
-  row.value = block_sum(row.value, scratch);
-  row.mean = block_sum(row.mean, scratch);
-  row.p = block_sum(row.p, scratch);
-  row.q = block_sum(row.q, scratch);
-  if (KIND == FLCE_FORWARD_KL) {
-    row.value *= kLn2 / row.q;
-  } else if (KIND == FLCE_REVERSE_KL) {
-    row.value = row.mean *= kLn2 / row.p;
-  } else {
-    row.value = kLn2 / kUnit * (row.value - log2_p_share * row.p - log2_q_share * row.q);
-    row.mean = (1 - beta) * kLn2 * (row.mean / row.p - log2_p_share);
-  }
+__device__ __forceinline__ void finish_sums(FarRow& row, float p_share, float* scratch) {
+  row.value = block_sum(row.value, scratch) * ((KIND == FLCE_JSD ? kLn2 : 1) / kUnit);
+  if (KIND == FLCE_FORWARD_KL) return;
+  row.mean = block_sum(row.mean, scratch) * kLn2 * p_share / block_sum(row.p, scratch);
 }
 
-/* Loss and, where `out` is one, dz of a row, whose fields up to ratio_shift are known but for the
- * shares of p and q. factor, soft, hard: RowPair's. */
+/* Loss and, where `out` is one, dz of a row, whose fields up to ratio_shift are those for P = p and
+ * Q = q. factor, soft, hard: RowPair's. */
 template <flce_divergence KIND, typename Out>
 __device__ __forceinline__ void far_row(FarRow& row, Out* out, float beta, float factor, float soft,
                                         float hard, float* scratch) {
-  const bool is_jsd = KIND == FLCE_JSD;
-  const float p_share = is_jsd ? 1 - beta : 1, log2_p_share = is_jsd ? log2f(p_share) : 0,
-              log2_q_share = is_jsd ? log2f(beta) : 0;
-  row.p_shift += log2_p_share + kLog2Unit;
-  row.q_shift = log2_q_share + kLog2Unit;
-  row.ratio_shift += log2_p_share - log2_q_share;
+  const float p_share = KIND == FLCE_JSD ? 1 - beta : 1;
+  if (KIND == FLCE_JSD) {
+    row.log2_p_share = log2f(p_share);
+    row.log2_q_share = log2f(beta);
+  }
+  row.p_shift += row.log2_p_share + kLog2Unit;
+  row.q_shift += row.log2_q_share + kLog2Unit;
+  row.ratio_shift += row.log2_p_share - row.log2_q_share;
   factor /= kUnit;
   row.of_pull = factor * soft * (KIND == FLCE_FORWARD_KL ? 1 : kLn2);
-  row.of_soft = 0;
   row.of_p = factor * hard;
   if (KIND == FLCE_FORWARD_KL && out) {
     far_pass<KIND, true, true>(row, out);
-    finish_sums<KIND>(row, beta, log2_p_share, log2_q_share, scratch);
-    return;
+    return finish_sums<KIND>(row, p_share, scratch);
   }
   far_pass<KIND, true, false>(row, out);
-  finish_sums<KIND>(row, beta, log2_p_share, log2_q_share, scratch);
+  finish_sums<KIND>(row, p_share, scratch);
   if (!out) return;
-  row.of_soft = -factor * soft * row.mean / p_share - row.of_pull * log2_p_share;
+  row.of_soft = -factor * soft * row.mean / p_share;
   row.of_p = row.of_soft + factor * hard / p_share;
   far_pass<KIND, false, true>(row, out);
   __syncthreads(); /* what follows the last column may be words of a tile that has not been read */
