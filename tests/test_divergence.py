@@ -251,6 +251,18 @@ def test_a_teacher_that_requires_grad_is_a_constant(device):
     assert all(tensor.grad is None for tensor in others)
 
 
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"save": "stats"}, {}])
+def test_a_teacher_of_inference_mode(device, options):
+    x, w, target = cases.leaves(device, 9, hidden=5, vocab=70)
+    with torch.inference_mode():
+        others, target = [x * 2, w * 0.5], target.clone()
+    expected = definition(x, w, *[one.clone() for one in others], target=target.clone(), **options)
+    made = flce.linear_divergence(x, w, *others, target=target, **options)
+    grads = [torch.autograd.grad(loss.sum(), (x, w)) for loss in (made, expected)]
+    for one, other in zip(*grads, strict=True):
+        assert (one - other).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(device, dtype):
     """Both heads are cast, as F.linear does it."""
