@@ -566,6 +566,25 @@ def test_few_classes_without_probability(device, kind):
         assert (got - expected).abs().max() <= 1e-9
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+def test_a_class_that_neither_allows_is_none_of_the_few(device, tail, kind):
+    x, w, _ = cases.leaves(device, 2, hidden=5, vocab=70)
+    bias = torch.zeros(70, dtype=x.dtype, device=device)
+    bias[3] = -math.inf
+    ids = torch.tensor([[3, 5, 8], [5, 8, 3]], device=device)
+    log_q = (
+        (torch.randn(2, 70, dtype=x.dtype, device=device) + bias).log_softmax(-1).gather(-1, ids)
+    )
+    results = []
+    for kept in (ids, ids.masked_fill(ids == 3, -100)):
+        options = {"teacher_logits": (kept, log_q), "divergence": kind, "tail": tail}
+        loss = flce.linear_divergence(x, w, linear_bias=bias, **options)
+        results.append((loss, *torch.autograd.grad(loss, (x, w))))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 1e-12
+
+
 def test_heads_with_different_padding(device):
     """Beyond valid_vocab both may have any rows, which are never read."""
     x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
