@@ -212,6 +212,29 @@ def test_classes_without_probability(device, kind):
     assert (one == math.inf) if kind == "reverse_kl" else one.isfinite()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_logits_large_on_one_side(device, kind, side):
+    """Their differences from the other side's are not rounded: an offset added to all, and one
+    class far above the others."""
+    small = torch.randn(4, 60, generator=cases.generator(0))
+    noise = 1e-2 * torch.randn(4, 60, generator=cases.generator(1))
+    peak = 1e30 * torch.nn.functional.one_hot(torch.arange(4), 60).float()
+    for large, bound in ((small + noise + 1e4, 1e-4), (peak, 1e-5)):
+        mine, theirs = (large, small) if side == "student" else (small, large)
+        wide = mine.double().requires_grad_()
+        truth = divergence_of(*(F.log_softmax(z, -1) for z in (wide, theirs.double())), kind).sum()
+        (exact,) = torch.autograd.grad(truth, wide)
+        x = torch.eye(4, device=device)
+        w = mine.T.contiguous().to(device).requires_grad_()
+        options = {"teacher_logits": theirs.to(device), "divergence": kind, "reduction": "sum"}
+        loss = flce.linear_divergence(x, w, **options)
+        (made,) = torch.autograd.grad(loss, w)
+        assert abs(loss.item() - truth.item()) <= bound * truth.item()
+        error = (made.T.cpu().double() - exact).norm()
+        assert error <= bound * exact.norm() + 1e-12 * (exact.norm() == 0)
+
+
 def test_gradcheck(device):
     x, w, target = cases.leaves(device, 4, hidden=3, vocab=11)
     bias = torch.randn(11, dtype=x.dtype, device=device, requires_grad=True)

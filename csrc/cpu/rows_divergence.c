@@ -16,7 +16,8 @@ typedef struct divergence_row {
   int64_t r, i; /* row of z, index in the vectors */
   flce_logit_map maps[2];
   double offset[2], inv_sum[2]; /* statistics */
-  double shift;                 /* lse of the student minus that of the teacher */
+  double base[2];               /* taken from the logits before they are compared */
+  double shift; /* lse of the student minus that of the teacher, without the bases */
   double sums[FLCE_DIVERGENCE_SUMS];
   row_part parts[2];
 } divergence_row;
@@ -31,11 +32,15 @@ static void open_divergence_row(const divergence_pass* pass, int64_t r, int64_t 
     row->offset[k] = row_stat(sides[k], FLCE_STAT_OFFSET, i);
     row->inv_sum[k] = row_stat(sides[k], FLCE_STAT_INV_SUM, i);
   }
+  for (int k = 0; k < 2; k++)
+    row->base[k] = flce_divergence_base(row->offset[k], row->offset[1 - k]);
   /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
    * -inf INV_SUM is 0. */
   row->shift = row->inv_sum[0] > 0.0 && row->inv_sum[1] > 0.0
-                   ? row->offset[0] - row->offset[1] + log(row->inv_sum[1] / row->inv_sum[0])
-                   : row_stat(sides[0], FLCE_STAT_LSE, i) - row_stat(sides[1], FLCE_STAT_LSE, i);
+                   ? (row->offset[0] - row->base[0]) - (row->offset[1] - row->base[1]) +
+                         log(row->inv_sum[1] / row->inv_sum[0])
+                   : (row_stat(sides[0], FLCE_STAT_LSE, i) - row->base[0]) -
+                         (row_stat(sides[1], FLCE_STAT_LSE, i) - row->base[1]);
 }
 
 /* l and exp(l - c) of both logits, in columns [begin, end). */
@@ -62,7 +67,9 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
   for (int64_t j = 0; j < s->count; j++) {
     double p = flce_load(&s->e, stat, j) * row->inv_sum[0];
     double q = flce_load(&t->e, stat, j) * row->inv_sum[1];
-    double d = flce_load(&s->l, stat, j) - flce_load(&t->l, stat, j) - row->shift;
+    double d = flce_load(&s->l, stat, j) - row->base[0];
+    d -= flce_load(&t->l, stat, j) - row->base[1];
+    d -= row->shift;
     double term, pull = flce_divergence_terms(call->divergence, call->beta, pass->series.log_m,
                                               pass->series.value, p, q, d, &term);
     if (writes) {

@@ -38,8 +38,10 @@ template <typename Z, typename S = stat_t<Z>>
 struct RowPair {
   Row<Z> s, t;
   flce_dtype teacher_dtype;
-  S s_offset, t_offset, s_inv, t_inv; /* statistics */
-  S shift;                            /* lse of s minus that of t; of packed rows C, in base 2 */
+  S s_base, t_base;     /* taken from the logits first, flce_divergence_base; not of packed rows */
+  S s_offset, t_offset; /* statistics, without the bases */
+  S s_inv, t_inv;       /* statistics */
+  S shift; /* lse of s minus that of t, without the bases; of packed rows C, in base 2 */
   S beta, hard, soft, factor, target, value, mean;
   S mass; /* sum of the p that both passes see, 1 but for the rounding of packed rows */
 };
@@ -64,10 +66,15 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
     pair.shift = (S)((double)row.difference + (double)row.teacher_k - (double)row.k +
                      log2((double)pair.s_inv / (double)pair.t_inv));
   } else {
+    pair.s_base = flce_divergence_base<S>(pair.s_offset, pair.t_offset);
+    pair.t_base = flce_divergence_base<S>(pair.t_offset, pair.s_offset);
+    pair.s_offset -= pair.s_base;
+    pair.t_offset -= pair.t_base;
     pair.shift = pair.s_inv > 0 && pair.t_inv > 0
                      ? (S)((double)pair.s_offset - (double)pair.t_offset +
                            log((double)pair.t_inv / (double)pair.s_inv))
-                     : stat_row<S>(s, FLCE_STAT_LSE)[at] - stat_row<S>(t, FLCE_STAT_LSE)[at];
+                     : (stat_row<S>(s, FLCE_STAT_LSE)[at] - pair.s_base) -
+                           (stat_row<S>(t, FLCE_STAT_LSE)[at] - pair.t_base);
   }
   pair.beta = (S)c.beta;
   pair.hard = (S)c.hard;
@@ -136,9 +143,10 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVe
 #pragma unroll
   for (int e = 0; e < N; e++) {
     const bool inside = INSIDE || (unsigned)(col + e) < (unsigned)pair.s.vocab;
-    p[e] = inside ? exp_for<Out>(l[e] - pair.s_offset) * pair.s_inv : 0;
-    q[e] = inside ? exp_for<Out>(other[e] - pair.t_offset) * pair.t_inv : 0;
-    d[e] = inside ? (l[e] - other[e]) - pair.shift : 0;
+    const S mine = l[e] - pair.s_base, theirs = other[e] - pair.t_base;
+    p[e] = inside ? exp_for<Out>(mine - pair.s_offset) * pair.s_inv : 0;
+    q[e] = inside ? exp_for<Out>(theirs - pair.t_offset) * pair.t_inv : 0;
+    d[e] = inside ? (mine - theirs) - pair.shift : 0;
   }
 }
 
