@@ -339,6 +339,11 @@ def test_what_is_not_offered_is_no_failure():
     assert record.missing["float16"] and record.missing["odd"] and not record.wrong
 
 
+def test_a_name_that_cannot_be_offered_is_refused():
+    with pytest.raises(ValueError, match="^offers: expected some of bfloat16, .*, got bf16, fp32$"):
+        Adapter("typo", right, ["bf16", "sum", "fp32"])
+
+
 def test_a_loss_that_is_no_tensor_is_refused_by_name():
     record = run(Adapter("number", lambda *_: 1.0, ALL), [(0, SMALL[0])], CPU)
     assert record.failures[0]["what"] == ["TypeError: loss: expected a tensor, got float"]
@@ -385,6 +390,8 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
         call(monkeypatch, command, "--cases", 2, "--json", tmp_path / "none" / "record.json")
     with pytest.raises(SystemExit, match="expected to leave a case"):
         call(monkeypatch, command, "--cases", 2, "--only", 7)
+    with pytest.raises(SystemExit, match="expected flce to be run on a case, got none"):
+        call(monkeypatch, command, "--cases", 2, "--seconds", 0)
 
 
 def test_the_table_of_records(monkeypatch, tmp_path):

@@ -35,6 +35,13 @@ class Adapter:
     refuses: typing.Callable[[Case], str] = lambda case: ""
     version: str = ""
 
+    def __post_init__(self) -> None:
+        """A misspelled name would count as not offered what it was to offer."""
+        known, self.offers = {*FEATURES, *NAMES}, frozenset(self.offers)
+        if unknown := self.offers - known:
+            expected = f"some of {', '.join(sorted(known))}"
+            raise ValueError(f"offers: expected {expected}, got {', '.join(sorted(unknown))}")
+
     def lacks(self, case: Case) -> str:
         """What the case needs and this does not offer."""
         return ", ".join(sorted(case.needs() - self.offers)) or self.refuses(case)
