@@ -521,6 +521,14 @@ def test_packed_masked_classes(cuda, monkeypatch, kind):
         value = made[name] if name != "linear_weight" else made[name][:900]
         assert cases.relative_error(value, expected[name]) <= 4e-3, name
     assert not made["linear_weight"][900:].any()
+    finite = mask.clamp(min=-1e4)  # of probability 0 all the same
+    for own, other in ((mask, finite), (finite, mask)):
+        made = outcome(
+            flce.linear_divergence, {**named, "linear_bias": own}, {**whole, "teacher_bias": other}
+        )
+        for name in expected:
+            value = made[name] if name != "linear_weight" else made[name][:900]
+            assert cases.relative_error(value, expected[name]) <= 4e-3, name
     for own, other in ((mask, None), (None, mask)):
         results = []
         for kernel in ("fused", "gemm"):

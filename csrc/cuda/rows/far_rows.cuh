@@ -46,7 +46,9 @@ __device__ __forceinline__ void far_class(FarRow& row, uint32_t word, float* pul
     *pull = P - Q;
     value = Q > 0 ? -Q * ratio : 0;
   } else if (KIND == FLCE_REVERSE_KL) {
-    *pull = P * fmaxf(ratio, -1e30f);
+    /* Of a class that the teacher alone excludes it is infinite, unless p is below what is packed.
+     */
+    *pull = P > 0 && (word & 0xffff) != 0xffff ? P * ratio : 0;
   } else {
     /* log2 of m over the larger of P and Q */
     const float m = log2_fast(1 + exp2_fast(-fabsf(ratio)));

@@ -263,8 +263,9 @@ __device__ __forceinline__ Distance distance_of(const RowPair<Z>& pair, S* scrat
   compare<FROM, false, Out>(pair, raw, teacher, col, p, q, d, slope);
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    top = fmax(top, fabs(d[e]));
-    far += fabs(d[e]) >= 1;
+    const S apart = p[e] + q[e] > 0 ? fabs(d[e]) : 0; /* a class without a part says nothing */
+    top = fmax(top, apart);
+    far += apart >= 1;
   }
   top = block_max(top, scratch);
   return {top < (S)0x1p-5, 4 * block_sum(far, scratch) >= N * blockDim.x};
