@@ -195,8 +195,14 @@ typedef struct flce_fused_call {
 } flce_fused_call;
 
 /* Sums over the classes of a row that a divergence is made of: the divergence, of terms that are
- * none negative; and the sum of p_j times the derivatives by p_j (divergence.h). */
-enum flce_divergence_sum { FLCE_DIVERGENCE_VALUE, FLCE_DIVERGENCE_MEAN, FLCE_DIVERGENCE_SUMS };
+ * none negative; the sum of p_j times the derivatives by p_j (divergence.h); and that of the
+ * rounded p_j. */
+enum flce_divergence_sum {
+  FLCE_DIVERGENCE_VALUE,
+  FLCE_DIVERGENCE_MEAN,
+  FLCE_DIVERGENCE_MASS,
+  FLCE_DIVERGENCE_SUMS
+};
 
 /* Both views have the same rows, index and targets, and vectors for the same tokens. */
 typedef struct flce_divergence_args {

@@ -37,6 +37,15 @@ typedef double flce_real;
 
 #define FLCE_NEAR 0.25
 
+/* What is taken from a row's logits before they are compared with the other side's: of d = (l - l')
+ * - (lse - lse') each difference would have the rounding error of an l that is large in one alone.
+ * `own`, `other`: the offsets, near the largest l of each. An integer, so that taking it from l
+ * near it is exact; 0 where the offsets are near, because l - l' of near logits is exact. */
+FLCE_TERM flce_real flce_divergence_base(flce_real own, flce_real other) {
+  const flce_real apart = fabs(own - other);
+  return apart > 1 && apart < (flce_real)INFINITY ? rint(own) : 0;
+}
+
 /* (exp(x) - 1 - x) / x^2 for |x| <= FLCE_NEAR: the sum of x^(k - 2) / k! up to 1/14!, or 1/7!. */
 FLCE_TERM flce_real flce_square_part(flce_real x) {
   const bool wide = sizeof(flce_real) == 8;
@@ -121,6 +130,13 @@ FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta,
   const flce_real square = FLCE_IF(near, p_d * d * flce_square_part(-d));
   *value = near ? square : q - p + p_d;
   return p_d;
+}
+
+/* `mean` of dz, the sum of flce_divergence_terms over that of p: p (pull / p - mean) nearly cancels
+ * in a class whose p is almost 1, where the rounding of p has to be the same in both. The forward
+ * KL's p - q is not made from a mean. */
+FLCE_TERM flce_real flce_divergence_mean(flce_divergence kind, flce_real sum, flce_real mass) {
+  return kind != FLCE_FORWARD_KL && mass > 0 ? sum / mass : sum;
 }
 
 /* An upper bound of sum_j |g_j| (divergence_rows, backend.h) from a row's sums. Forward KL:

@@ -266,6 +266,24 @@ def test_a_wrong_gradient_is_located():
     assert line.startswith("weight[256, ") and " of 32896 elements" in line
 
 
+@pytest.mark.parametrize("name", ["x", "w", "y", "bias"])
+def test_an_operand_that_is_written_to_is_named(name):
+    """Also where loss and gradients are right, or those of what was written."""
+
+    def writes(at, x, w, y, bias, options):
+        read = (x, w, y, bias) if at else [one.clone() for one in (x, w, y, bias)]
+        written = {"x": x, "w": w, "y": y, "bias": bias}[name].data
+        written[-1:] = (written[-1:] + 1) % len(w) if name == "y" else 2 * written[-1:]
+        return right(*read, options)
+
+    case = dataclasses.replace(SMALL[0], bias=True, targets="any", seed=3)
+    for at in (0, 1):
+        found = explain(Adapter("wrong", functools.partial(writes, at), ALL), case, CPU)
+        (line,) = [line for line in found if line.startswith(f"{name}, written to[")]
+        assert "error inf" in line
+        assert (len(found) > 1) == bool(at)
+
+
 # ---- truth and tolerance ----
 
 
@@ -321,6 +339,16 @@ def test_what_is_not_offered_is_no_failure():
     assert record.missing["float16"] and record.missing["odd"] and not record.wrong
 
 
+def test_a_name_that_cannot_be_offered_is_refused():
+    with pytest.raises(ValueError, match="^offers: expected some of bfloat16, .*, got bf16, fp32$"):
+        Adapter("typo", right, ["bf16", "sum", "fp32"])
+
+
+def test_a_loss_that_is_no_tensor_is_refused_by_name():
+    record = run(Adapter("number", lambda *_: 1.0, ALL), [(0, SMALL[0])], CPU)
+    assert record.failures[0]["what"] == ["TypeError: loss: expected a tensor, got float"]
+
+
 def test_what_raises_and_nan_and_no_gradient_are_failures():
     def nan(x, w, y, bias, options):
         return right(x, w, y, bias, options) * torch.nan
@@ -362,6 +390,8 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
         call(monkeypatch, command, "--cases", 2, "--json", tmp_path / "none" / "record.json")
     with pytest.raises(SystemExit, match="expected to leave a case"):
         call(monkeypatch, command, "--cases", 2, "--only", 7)
+    with pytest.raises(SystemExit, match="expected flce to be run on a case, got none"):
+        call(monkeypatch, command, "--cases", 2, "--seconds", 0)
 
 
 def test_the_table_of_records(monkeypatch, tmp_path):

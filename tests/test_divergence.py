@@ -212,6 +212,29 @@ def test_classes_without_probability(device, kind):
     assert (one == math.inf) if kind == "reverse_kl" else one.isfinite()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_logits_large_on_one_side(device, kind, side):
+    """Their differences from the other side's are not rounded: an offset added to all, and one
+    class far above the others."""
+    small = torch.randn(4, 60, generator=cases.generator(0))
+    noise = 1e-2 * torch.randn(4, 60, generator=cases.generator(1))
+    peak = 1e30 * torch.nn.functional.one_hot(torch.arange(4), 60).float()
+    for large, bound in ((small + noise + 1e4, 1e-4), (peak, 1e-5)):
+        mine, theirs = (large, small) if side == "student" else (small, large)
+        wide = mine.double().requires_grad_()
+        truth = divergence_of(*(F.log_softmax(z, -1) for z in (wide, theirs.double())), kind).sum()
+        (exact,) = torch.autograd.grad(truth, wide)
+        x = torch.eye(4, device=device)
+        w = mine.T.contiguous().to(device).requires_grad_()
+        options = {"teacher_logits": theirs.to(device), "divergence": kind, "reduction": "sum"}
+        loss = flce.linear_divergence(x, w, **options)
+        (made,) = torch.autograd.grad(loss, w)
+        assert abs(loss.item() - truth.item()) <= bound * truth.item()
+        error = (made.T.cpu().double() - exact).norm()
+        assert error <= bound * exact.norm() + 1e-12 * (exact.norm() == 0)
+
+
 def test_gradcheck(device):
     x, w, target = cases.leaves(device, 4, hidden=3, vocab=11)
     bias = torch.randn(11, dtype=x.dtype, device=device, requires_grad=True)
@@ -249,6 +272,18 @@ def test_a_teacher_that_requires_grad_is_a_constant(device):
     others = [tensor.detach().clone().requires_grad_() for tensor in (x, w)]
     flce.linear_divergence(x, w, *others, temperature=2.0).backward()
     assert all(tensor.grad is None for tensor in others)
+
+
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"save": "stats"}, {}])
+def test_a_teacher_of_inference_mode(device, options):
+    x, w, target = cases.leaves(device, 9, hidden=5, vocab=70)
+    with torch.inference_mode():
+        others, target = [x * 2, w * 0.5], target.clone()
+    expected = definition(x, w, *[one.clone() for one in others], target=target.clone(), **options)
+    made = flce.linear_divergence(x, w, *others, target=target, **options)
+    grads = [torch.autograd.grad(loss.sum(), (x, w)) for loss in (made, expected)]
+    for one, other in zip(*grads, strict=True):
+        assert (one - other).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -448,6 +483,22 @@ def test_packed_logits_near_and_far(cuda, monkeypatch, dtype, kind, how):
         assert error <= bound, (name, error, errors)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_of_almost_all_probability(device, kind):
+    """p of 1 - 2e-4: p - q or d - mean of its class is smaller than the rounding of p."""
+    case = cases.make_case(64, 32, 1003, dtype=torch.float32, device=device)
+    named = {"input": case.input, "linear_weight": case.linear_weight}
+    named["linear_bias"] = torch.zeros(1003, device=device).index_fill(0, case.target[:1], 16.0)
+    options = {"teacher_input": case.input.flip(0), "teacher_weight": case.linear_weight.flip(1)}
+    options |= {"teacher_bias": named["linear_bias"] - 1.0, "divergence": kind}
+    wide = [
+        {n: t.double() for n, t in one.items() if n != "divergence"} for one in (named, options)
+    ]
+    truth = outcome(definition, wide[0], {**options, **wide[1]})
+    for name, value in outcome(flce.linear_divergence, named, options).items():
+        assert cases.relative_error(value, truth[name]) <= 5e-5, name
+
+
 @pytest.mark.parametrize("own, other", [(-0.5, 1.0), (1.0, -0.5)])
 def test_scales_below_zero(cuda, monkeypatch, own, other):
     """The kernels that pack both logits take positive factors alone; others run then."""
@@ -486,6 +537,14 @@ def test_packed_masked_classes(cuda, monkeypatch, kind):
         value = made[name] if name != "linear_weight" else made[name][:900]
         assert cases.relative_error(value, expected[name]) <= 4e-3, name
     assert not made["linear_weight"][900:].any()
+    finite = mask.clamp(min=-1e4)  # of probability 0 all the same
+    for own, other in ((mask, finite), (finite, mask)):
+        made = outcome(
+            flce.linear_divergence, {**named, "linear_bias": own}, {**whole, "teacher_bias": other}
+        )
+        for name in expected:
+            value = made[name] if name != "linear_weight" else made[name][:900]
+            assert cases.relative_error(value, expected[name]) <= 4e-3, name
     for own, other in ((mask, None), (None, mask)):
         results = []
         for kernel in ("fused", "gemm"):
@@ -552,6 +611,25 @@ def test_few_classes_without_probability(device, kind):
     grads = [torch.autograd.grad(loss.sum(), (x, w)) for loss in (made, truth)]
     for got, expected in zip(*grads, strict=True):
         assert (got - expected).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+def test_a_class_that_neither_allows_is_none_of_the_few(device, tail, kind):
+    x, w, _ = cases.leaves(device, 2, hidden=5, vocab=70)
+    bias = torch.zeros(70, dtype=x.dtype, device=device)
+    bias[3] = -math.inf
+    ids = torch.tensor([[3, 5, 8], [5, 8, 3]], device=device)
+    log_q = (
+        (torch.randn(2, 70, dtype=x.dtype, device=device) + bias).log_softmax(-1).gather(-1, ids)
+    )
+    results = []
+    for kept in (ids, ids.masked_fill(ids == 3, -100)):
+        options = {"teacher_logits": (kept, log_q), "divergence": kind, "tail": tail}
+        loss = flce.linear_divergence(x, w, linear_bias=bias, **options)
+        results.append((loss, *torch.autograd.grad(loss, (x, w))))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 1e-12
 
 
 def test_heads_with_different_padding(device):

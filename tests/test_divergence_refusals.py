@@ -78,6 +78,7 @@ def test_all_rows_count_without_a_target(device):
     [
         ("teacher_softcap", 0.0),  # taken for None; softcap=0.0 is refused
         ("teacher_temperature", torch.ones(5)),
+        ("teacher_temperature", torch.tensor(-2.0)),
         ("temperature", torch.ones(5)),
         ("teacher_logits", (torch.zeros(6, 1, dtype=torch.int64),)),
         ("teacher_logits", (torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), None)),

@@ -97,11 +97,16 @@ def elements(z, t):
     return kl[MASK > 0].sum()
 
 
+def masked_reverse(z, t):
+    kl = F.kl_div(t.log_softmax(-1), z.log_softmax(-1), reduction="none", log_target=True)
+    return (kl * MASK.unsqueeze(-1)).sum()
+
+
 def trained_teacher(z, t):
     return F.kl_div(z.log_softmax(-1), (z * 0.5).softmax(-1), reduction="sum")
 
 
-@pytest.mark.parametrize("loss_of", (elements, trained_teacher))
+@pytest.mark.parametrize("loss_of", (elements, masked_reverse, trained_teacher))
 def test_others_make_logits(loss_of):
     """With a warning, and equal values."""
     student, teacher = pair()
@@ -110,6 +115,36 @@ def test_others_make_logits(loss_of):
         with pytest.warns(UserWarning, match="flce.fuse"):
             fused_run = step(student, teacher, loss_of)
     equal_runs(fused_run, expected)
+
+
+def unwanted(z, t):
+    p, q = z.log_softmax(-1), t.softmax(-1)
+    with torch.no_grad():
+        kl = F.kl_div(p, q, reduction="none")
+    return batchmean(z, t) + kl.sum(-1).mean() + kl.sum()
+
+
+def overwritten(z, t):
+    with torch.no_grad():
+        p, q = z.log_softmax(-1), t.softmax(-1)
+        kl = F.kl_div(p, q, reduction="none")
+        q.zero_()
+        return batchmean(z, t) + kl.sum()
+
+
+@pytest.mark.parametrize("loss_of", (unwanted, overwritten))
+def test_values_are_of_the_time_of_kl_div(loss_of):
+    """Without a gradient where that was off, and before what was written later."""
+    student, teacher = pair()
+    expected = loss_of(student(IDS)[1], teacher(IDS)[1])
+    with flce.fuse(student, when="always"), flce.fuse(teacher, when="always"):
+        made = loss_of(student(IDS)[1], teacher(IDS)[1])
+    assert made.requires_grad == expected.requires_grad
+    assert abs(made - expected) <= 1e-12 * abs(expected)
+    if made.requires_grad:
+        weight = student.lm_head.weight
+        one, other = (torch.autograd.grad(loss, weight)[0] for loss in (made, expected))
+        assert (one - other).abs().max() <= 1e-12 * other.abs().max()
 
 
 def test_an_adapter_falls_back():

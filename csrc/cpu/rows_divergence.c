@@ -16,7 +16,8 @@ typedef struct divergence_row {
   int64_t r, i; /* row of z, index in the vectors */
   flce_logit_map maps[2];
   double offset[2], inv_sum[2]; /* statistics */
-  double shift;                 /* lse of the student minus that of the teacher */
+  double base[2];               /* taken from the logits before they are compared */
+  double shift; /* lse of the student minus that of the teacher, without the bases */
   double sums[FLCE_DIVERGENCE_SUMS];
   row_part parts[2];
 } divergence_row;
@@ -31,11 +32,15 @@ static void open_divergence_row(const divergence_pass* pass, int64_t r, int64_t 
     row->offset[k] = row_stat(sides[k], FLCE_STAT_OFFSET, i);
     row->inv_sum[k] = row_stat(sides[k], FLCE_STAT_INV_SUM, i);
   }
+  for (int k = 0; k < 2; k++)
+    row->base[k] = flce_divergence_base(row->offset[k], row->offset[1 - k]);
   /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
    * -inf INV_SUM is 0. */
   row->shift = row->inv_sum[0] > 0.0 && row->inv_sum[1] > 0.0
-                   ? row->offset[0] - row->offset[1] + log(row->inv_sum[1] / row->inv_sum[0])
-                   : row_stat(sides[0], FLCE_STAT_LSE, i) - row_stat(sides[1], FLCE_STAT_LSE, i);
+                   ? (row->offset[0] - row->base[0]) - (row->offset[1] - row->base[1]) +
+                         log(row->inv_sum[1] / row->inv_sum[0])
+                   : (row_stat(sides[0], FLCE_STAT_LSE, i) - row->base[0]) -
+                         (row_stat(sides[1], FLCE_STAT_LSE, i) - row->base[1]);
 }
 
 /* l and exp(l - c) of both logits, in columns [begin, end). */
@@ -56,13 +61,16 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
                             bool writes, int64_t own, double factor) {
   const flce_divergence_args* call = pass->call;
   row_part *s = &row->parts[0], *t = &row->parts[1];
-  double hard = call->hard_weight, value = 0.0, sum = 0.0, mean = row->sums[FLCE_DIVERGENCE_MEAN];
+  double hard = call->hard_weight, value = 0.0, sum = 0.0, mass = 0.0;
+  double mean = row->sums[FLCE_DIVERGENCE_MEAN];
   double smallest = stat == FLCE_F64 ? DBL_MIN : FLT_MIN;
   bool capped = row->maps[0].curve != FLCE_LINE;
   for (int64_t j = 0; j < s->count; j++) {
     double p = flce_load(&s->e, stat, j) * row->inv_sum[0];
     double q = flce_load(&t->e, stat, j) * row->inv_sum[1];
-    double d = flce_load(&s->l, stat, j) - flce_load(&t->l, stat, j) - row->shift;
+    double d = flce_load(&s->l, stat, j) - row->base[0];
+    d -= flce_load(&t->l, stat, j) - row->base[1];
+    d -= row->shift;
     double term, pull = flce_divergence_terms(call->divergence, call->beta, pass->series.log_m,
                                               pass->series.value, p, q, d, &term);
     if (writes) {
@@ -74,11 +82,13 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
     } else {
       value += term;
       sum += pull;
+      mass += p;
     }
   }
   if (writes) return;
   row->sums[FLCE_DIVERGENCE_VALUE] += value;
   row->sums[FLCE_DIVERGENCE_MEAN] += sum;
+  row->sums[FLCE_DIVERGENCE_MASS] += mass;
 }
 
 /* a k: ROW without INV_SUM; 0 where all l of a rank are -inf. */
@@ -136,6 +146,9 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
       if (call->sums) flce_store(call->partial, stat, at, row.sums[k]);
       if (!call->sums) row.sums[k] = flce_load(call->partial, stat, at);
     }
+    if (valid && call->writes)
+      row.sums[FLCE_DIVERGENCE_MEAN] = flce_divergence_mean(
+          call->divergence, row.sums[FLCE_DIVERGENCE_MEAN], row.sums[FLCE_DIVERGENCE_MASS]);
     if (valid && call->writes) {
       double hard = call->hard_weight, token = row_factor(rows->token_weight, stat, i);
       double loss = (1.0 - hard) * token * row.sums[FLCE_DIVERGENCE_VALUE];

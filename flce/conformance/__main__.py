@@ -68,6 +68,9 @@ def main() -> int:
             given.json.write_text(json.dumps(made, indent=1) + "\n")
     if not made:
         sys.exit("--cases, --only: expected to leave a case, got none")
+    for record in made:
+        if not record["counts"].keys() - {"not offered", "not run"}:
+            sys.exit(f"--impl: expected {record['impl']} to be run on a case, got none")
     return int(any(record["wrong"] for record in made))
 
 

@@ -35,20 +35,45 @@ class Adapter:
     refuses: typing.Callable[[Case], str] = lambda case: ""
     version: str = ""
 
+    def __post_init__(self) -> None:
+        """A misspelled name would count as not offered what it was to offer."""
+        known, self.offers = {*FEATURES, *NAMES}, frozenset(self.offers)
+        if unknown := self.offers - known:
+            expected = f"some of {', '.join(sorted(known))}"
+            raise ValueError(f"offers: expected {expected}, got {', '.join(sorted(unknown))}")
+
     def lacks(self, case: Case) -> str:
         """What the case needs and this does not offer."""
         return ", ".join(sorted(case.needs() - self.offers)) or self.refuses(case)
 
 
+def _constants(given: Operands) -> dict[str, torch.Tensor]:
+    """What an implementation reads and may not write, by name."""
+    named = {"x": given.x, "w": given.w, "y": given.y, "bias": given.bias}
+    named |= {"class weights": given.options.get("weight"), "upstream": given.upstream}
+    return {name: one.detach() for name, one in named.items() if one is not None}
+
+
 def errors(adapter: Adapter, case: Case, given: Operands, expected: Truth | None = None) -> dict:
     """(error, tolerance) by the result's name. A gradient that is missing, or not of its operand's
-    shape and dtype, is infinitely wrong. Raises what the implementation raises."""
+    shape and dtype, is infinitely wrong, and so is an element of an operand that was written to.
+    Raises what the implementation raises."""
+    expected = expected or truth(case, given, adapter.rounds(case, given.x.device))
+    before = {name: one.clone() for name, one in _constants(given).items()}
     loss = adapter.loss(given.x, given.w, given.y, given.bias, dict(given.options))
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}")
     upstream, leaves = given.upstream.to(loss.dtype), list(given.leaves.values())
     grads = torch.autograd.grad(loss, leaves, upstream, allow_unused=True)
     made = dict(zip(given.leaves, grads, strict=True)) | {"loss": loss.detach()}
-    expected = expected or truth(case, given, adapter.rounds(case, given.x.device))
     found = {}
+    for name, value in _constants(given).items():
+        written = (value != before[name]) & ~(value.isnan() & before[name].isnan())
+        error = torch.zeros(value.shape, dtype=torch.float64, device=value.device)
+        found[f"{name}, written to"] = (
+            error.masked_fill(written, torch.inf),
+            torch.zeros_like(error),
+        )
     for name, value in made.items():
         exact, tolerance = expected.exact[name], expected.tolerance[name]
         dtype = given.leaves[name].dtype if name != "loss" else loss.dtype

@@ -97,6 +97,9 @@ def linear_divergence(
     temperature, of_rows = teacher_temperature, None
     if temperature is None:
         temperature = options.get("temperature", 1.0)
+    if isinstance(temperature, torch.Tensor) and temperature.dim() == 0 and temperature.is_cpu:
+        # As the student's: its value is known, and checked.
+        temperature = temperature if torch.compiler.is_compiling() else temperature.item()
     if isinstance(temperature, torch.Tensor):
         scalar = temperature.dim() == 0
         of_rows = temperature.expand(target.shape) if scalar else temperature

@@ -73,7 +73,8 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     _check(input, ids, logprobs, factor)
     made = functional.logprobs_at_of(input, linear_weight, ids, options)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
-    pair = (one.to(made.dtype).masked_fill(absent, _NOTHING) for one in (made, logprobs))
+    none = absent | (made.isneginf() & logprobs.isneginf())  # no gradient of logaddexp(-inf, -inf)
+    pair = (one.to(made.dtype).masked_fill(none, _NOTHING) for one in (made, logprobs))
     is_wide = made.dtype == logprobs.dtype == torch.float64
     least = torch.finfo(torch.float64 if is_wide else torch.float32).eps
     rows = _divergence_of(*(_with_tail(one, tail, least) for one in pair), divergence, beta)

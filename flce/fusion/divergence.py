@@ -13,10 +13,14 @@ from .steps import require
 _OPTIONS = {*OF_DIVERGENCE} - {"save"}
 
 
-def elements(node, target, log_p):
-    """F.kl_div of two Nodes, for each class; log_p: the real values of the first."""
+def has_gradient(node):
+    return node.call.requires_grad and node.call.grad
+
+
+def elements(node, target, _):
+    """F.kl_div of two Nodes, for each class: each is made under the modes of its own call."""
     is_log = target.record.form() == steps.LOG_P
-    return F.kl_div(log_p, target.make(), reduction="none", log_target=is_log)
+    return F.kl_div(node.again(), target.again(), reduction="none", log_target=is_log)
 
 
 def kl_sum(record, reduction):
@@ -24,7 +28,7 @@ def kl_sum(record, reduction):
     with a gradient is the student."""
     step = next(step for step in record.tail if step.kind == steps.KL)
     (student, teacher), name = step.replay.args, "forward_kl"
-    if teacher.call.requires_grad and teacher.call.grad:
+    if has_gradient(teacher):
         student, teacher, name = teacher, student, "reverse_kl"
     return divergence(student, teacher, name, reduction)
 
@@ -34,7 +38,7 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     are ignored."""
     record, other, call = student.record, teacher.record, student.call
     require(student.is_pending() and teacher.is_pending() and record.shape == other.shape)
-    require(not (teacher.call.requires_grad and teacher.call.grad and torch.is_grad_enabled()))
+    require(not (has_gradient(teacher) and torch.is_grad_enabled()))
     given = call.fusion.options
     chosen = {k: v for k, v in given.items() if k in _OPTIONS or (k, v) == ("save", "stats")}
     if target is None:

@@ -153,12 +153,18 @@ class Node:
                 self.value = self.view(self.parent.make()) if self.parent else self.replay(True)
         return self.value
 
+    def again(self):
+        """The real value before anything was written to it, under the modes of the head's call."""
+        with self.call.entered(self.call.grad):
+            return self.replay(True)
+
     def replay(self, may_share=False):
         """The real value, from the head on; may_share: or from real logits that exist already."""
         call, record = self.call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
         call.check(call.loss_is_done or not call.requires_grad)
-
+        if record.form() == steps.KL:  # of two Nodes
+            return steps.applied(record.tail[-1:], None)
         logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
         if logits is not None:
             return steps.applied(record.tail, logits) if record.tail else logits.clone()

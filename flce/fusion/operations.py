@@ -285,6 +285,7 @@ def _reduced(function, node, args, kwargs):
     if form == KL:
         values = divergence.kl_sum(record, "sum" if is_of_all else "none")
         count = math.prod(record.shape if is_of_all else record.shape[-1:])
+        values = values if node.call.grad else values.detach()
         values = values / count if name == "mean" else values
     elif name == "mean":
         values = statistic("mean_log_p") + statistic("lse")
@@ -303,14 +304,15 @@ def _kl_div(function, node, args, kwargs):
     given = {"reduction": "mean", "log_target": False}
     given |= {**dict(zip(_OF_KL_DIV, args, strict=False)), **kwargs}
     target, record, reduction = node_of(given["target"]), node.record, given["reduction"]
-    require(target is not None and given.get("size_average") is given.get("reduce") is None)
+    require(target is not None and target.is_pending())
+    require(given.get("size_average") is given.get("reduce") is None)
     require(target.record.form() == (LOG_P if given["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
     dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
     replay = functools.partial(divergence.elements, node, target)
     record = record.then(KL, 1, replay, dtype=dtype)
     if reduction == "none":
-        return node.then(record)
+        return (target if divergence.has_gradient(target) else node).then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
     require(reduction in count)
     return (divergence.kl_sum(record, "sum") / count[reduction]).to(dtype)

@@ -47,7 +47,8 @@ __device__ __forceinline__ void far_class(FarRow& row, uint32_t word, float* pul
     *pull = P - Q;
     value = Q > 0 ? fmaf(-kLn2 * Q, ratio, *pull) : *pull;
   } else if (KIND == FLCE_REVERSE_KL) {
-    *pull = P * fmaxf(ratio, -1e30f);
+    /* Infinite where the teacher alone excludes the class, unless p is below what is packed. */
+    *pull = P > 0 && (word & 0xffff) != 0xffff ? P * ratio : 0;
     value = fmaf(kLn2, *pull, Q - P);
   } else {
     /* log2 of P + Q over the larger of both */

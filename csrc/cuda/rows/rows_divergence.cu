@@ -38,10 +38,12 @@ template <typename Z, typename S = stat_t<Z>>
 struct RowPair {
   Row<Z> s, t;
   flce_dtype teacher_dtype;
-  S s_offset, t_offset, s_inv, t_inv; /* statistics */
-  S shift;                            /* lse of s minus that of t; of packed rows C, in base 2 */
+  S s_base, t_base;     /* taken from the logits first, flce_divergence_base; not of packed rows */
+  S s_offset, t_offset; /* statistics, without the bases */
+  S s_inv, t_inv;       /* statistics */
+  S shift; /* lse of s minus that of t, without the bases; of packed rows C, in base 2 */
   S beta, hard, soft, factor, target, value, mean;
-  S mass; /* sum of the p that both passes see, 1 but for the rounding of packed rows */
+  S mass; /* sum of the p that both passes see */
 };
 
 template <typename Z, typename S = stat_t<Z>>
@@ -64,10 +66,15 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
     pair.shift = (S)((double)row.difference + (double)row.teacher_k - (double)row.k +
                      log2((double)pair.s_inv / (double)pair.t_inv));
   } else {
+    pair.s_base = flce_divergence_base<S>(pair.s_offset, pair.t_offset);
+    pair.t_base = flce_divergence_base<S>(pair.t_offset, pair.s_offset);
+    pair.s_offset -= pair.s_base;
+    pair.t_offset -= pair.t_base;
     pair.shift = pair.s_inv > 0 && pair.t_inv > 0
                      ? (S)((double)pair.s_offset - (double)pair.t_offset +
                            log((double)pair.t_inv / (double)pair.s_inv))
-                     : stat_row<S>(s, FLCE_STAT_LSE)[at] - stat_row<S>(t, FLCE_STAT_LSE)[at];
+                     : (stat_row<S>(s, FLCE_STAT_LSE)[at] - pair.s_base) -
+                           (stat_row<S>(t, FLCE_STAT_LSE)[at] - pair.t_base);
   }
   pair.beta = (S)c.beta;
   pair.hard = (S)c.hard;
@@ -136,9 +143,10 @@ __device__ __forceinline__ void compare(const RowPair<Z>& pair, const Vec<Z, kVe
 #pragma unroll
   for (int e = 0; e < N; e++) {
     const bool inside = INSIDE || (unsigned)(col + e) < (unsigned)pair.s.vocab;
-    p[e] = inside ? exp_for<Out>(l[e] - pair.s_offset) * pair.s_inv : 0;
-    q[e] = inside ? exp_for<Out>(other[e] - pair.t_offset) * pair.t_inv : 0;
-    d[e] = inside ? (l[e] - other[e]) - pair.shift : 0;
+    const S mine = l[e] - pair.s_base, theirs = other[e] - pair.t_base;
+    p[e] = inside ? exp_for<Out>(mine - pair.s_offset) * pair.s_inv : 0;
+    q[e] = inside ? exp_for<Out>(theirs - pair.t_offset) * pair.t_inv : 0;
+    d[e] = inside ? (mine - theirs) - pair.shift : 0;
   }
 }
 
@@ -154,11 +162,6 @@ __device__ __forceinline__ S terms_of(const Series& series, S beta, S p, S q, S 
 /* Vectors in flight for each thread, of each of the rows that are read. */
 template <Source FROM, typename Z>
 constexpr int kUnrollFrom = FROM == kPackedRows ? kUnroll<Z> : kUnroll<Z> / 2;
-
-/* p (pull / p - mean) nearly cancels in a class whose p is almost 1: then `mean` has to be that of
- * the rounded p. The forward KL's p - q has the relative error of log(p / q). */
-template <Source FROM, flce_divergence KIND>
-constexpr bool kWeighsMass = FROM == kPackedRows && KIND != FLCE_FORWARD_KL;
 
 /* A tile of both rows, from vector `first` on: adds to the sums if SUMS, and writes dz if GRADS.
  * INSIDE: all of its columns are in the row, and none is the hard label's. */
@@ -189,7 +192,7 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
       if constexpr (SUMS) {
         pair.value += value;
         if (!GRADS) pair.mean += pull;
-        if (!GRADS && kWeighsMass<FROM, KIND>) pair.mass += p[e];
+        if (!GRADS && KIND != FLCE_FORWARD_KL) pair.mass += p[e];
       }
       d[e] = fma(of_p, p[e], of_pull * pull) * slope[e];
       if (!INSIDE && col + e == pair.s.target)
@@ -221,20 +224,17 @@ __device__ __forceinline__ void pass_over(const Series& series, RowPair<Z>& pair
 
 /* The sums of a row over its classes, in every thread, stored or loaded as flce_divergence_args
  * says. */
-template <Source FROM, flce_divergence KIND, typename Z, typename S>
+template <flce_divergence KIND, typename Z, typename S>
 __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scratch,
                                               RowPair<Z>& pair) {
-  S *value = (S*)c.partial + FLCE_DIVERGENCE_VALUE * c.s.r.rows + blockIdx.x,
-    *mean = (S*)c.partial + FLCE_DIVERGENCE_MEAN * c.s.r.rows + blockIdx.x;
-  pair.value = c.sums ? block_sum(pair.value, scratch) : *value;
-  pair.mean = c.sums ? block_sum(pair.mean, scratch) : *mean;
-  if constexpr (kWeighsMass<FROM, KIND>) {
-    const S mass = block_sum(pair.mass, scratch);
-    if (mass > 0) pair.mean /= mass;
+  S* sums[FLCE_DIVERGENCE_SUMS] = {&pair.value, &pair.mean, &pair.mass};
+#pragma unroll
+  for (int k = 0; k < FLCE_DIVERGENCE_SUMS; k++) {
+    S* partial = (S*)c.partial + k * c.s.r.rows + blockIdx.x;
+    *sums[k] = c.sums ? block_sum(*sums[k], scratch) : *partial;
+    if (c.sums && c.partial && threadIdx.x == 0) *partial = *sums[k];
   }
-  if (!c.sums || !c.partial || threadIdx.x > 0) return;
-  *value = pair.value;
-  *mean = pair.mean;
+  pair.mean = flce_divergence_mean<S>(KIND, pair.mean, pair.mass);
 }
 
 /* Of a row's first classes, a vector in each thread: whether |log(p / q)| is below 2^-5 in all, and
@@ -255,8 +255,9 @@ __device__ __forceinline__ Distance distance_of(const RowPair<Z>& pair, S* scrat
   compare<FROM, false, Out>(pair, raw, teacher, col, p, q, d, slope);
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    top = fmax(top, fabs(d[e]));
-    far += fabs(d[e]) >= 1;
+    const S apart = p[e] + q[e] > 0 ? fabs(d[e]) : 0; /* a class without a part says nothing */
+    top = fmax(top, apart);
+    far += apart >= 1;
   }
   top = block_max(top, scratch);
   return {top < (S)0x1p-5, 4 * block_sum(far, scratch) >= N * blockDim.x};
@@ -282,11 +283,11 @@ __device__ __forceinline__ void compare_row(const divergence_params& c, RowPair<
   }
   if (KIND == FLCE_FORWARD_KL && c.sums && out && !distance.near) {
     pass_over<true, true, FROM, KIND>(c.series, pair, out);
-    exchange_sums<FROM, KIND>(c, scratch, pair);
+    exchange_sums<KIND>(c, scratch, pair);
     return;
   }
   if (c.sums) pass_over<true, false, FROM, KIND>(c.series, pair, out);
-  exchange_sums<FROM, KIND>(c, scratch, pair);
+  exchange_sums<KIND>(c, scratch, pair);
   if (out) pass_over<false, true, FROM, KIND>(c.series, pair, out);
 }
 
