@@ -59,8 +59,9 @@ FLCE_TERM flce_real flce_square_part(flce_real x) {
 }
 
 /* Of the JSD's terms about d = 0, with f(d) = m / q = beta + (1 - beta) exp(d): log f = sum
- * log_m[k] d^(k + 1), and what a class adds to the JSD is q sum value[k] d^(k + 2). f is 0 at |d|
- * >= pi, so for |d| <= FLCE_NEAR each term is at most 0.08 of the one before. */
+ * log_m[k] d^(k + 1), and what a class adds to the JSD is q sum value[k] d^(k + 2). The complex
+ * zeros of f have |d| >= pi, so for |d| <= FLCE_NEAR each term is at most 0.08 of the one before.
+ */
 enum { FLCE_SERIES = 15, FLCE_SERIES_F32 = 7 };
 typedef struct flce_jsd_series {
   double log_m[FLCE_SERIES], value[FLCE_SERIES];
@@ -111,11 +112,11 @@ FLCE_TERM flce_real flce_jsd_terms(flce_real beta, const flce_real* log_m, const
   return -of_p;
 }
 
-/* Returns p times the derivative of the divergence by p, up to a constant: dz is this minus p times
- * its sum over the classes. Of the forward KL p - q, whose sum is that of the errors of the
- * statistics. *value: the term of FLCE_DIVERGENCE_VALUE, never negative, because terms that cancel
- * over all classes are added (p, q and m have the same sum). A factor 0 hides a logarithm that is
- * not finite. log_m, series: of flce_jsd_series, read for the JSD. */
+/* Returns p times the derivative of the divergence by p, up to a constant times p: dz is this minus
+ * p times its sum over the classes. Of the forward KL p - q, whose sum is 0 but for the errors of
+ * the statistics. *value: the term of FLCE_DIVERGENCE_VALUE, to which p - q or q - p is added:
+ * their sums are 0, and no term is negative then. A factor 0 hides a logarithm that is not finite.
+ * log_m, series: of flce_jsd_series, read for the JSD. */
 FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta,
                                           const flce_real* log_m, const flce_real* series,
                                           flce_real p, flce_real q, flce_real d, flce_real* value) {
@@ -132,9 +133,9 @@ FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta,
   return p_d;
 }
 
-/* `mean` of dz, the sum of flce_divergence_terms over that of p: p (pull / p - mean) nearly cancels
- * in a class whose p is almost 1, where the rounding of p has to be the same in both. The forward
- * KL's p - q is not made from a mean. */
+/* `mean` of dz, the sum of flce_divergence_terms over that of p: p (grad_term / p - mean) nearly
+ * cancels in a class whose p is almost 1, where the rounding of p has to be the same in both. The
+ * forward KL's p - q is not made from a mean. */
 FLCE_TERM flce_real flce_divergence_mean(flce_divergence kind, flce_real sum, flce_real mass) {
   return kind != FLCE_FORWARD_KL && mass > 0 ? sum / mass : sum;
 }

@@ -485,7 +485,8 @@ def test_packed_logits_near_and_far(cuda, monkeypatch, dtype, kind, how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_class_of_almost_all_probability(device, kind):
-    """p of 1 - 2e-4: p - q or d - mean of its class is smaller than the rounding of p."""
+    """p of 1 - 2e-4 and q of 1 - 5e-4: p - q and d - mean of the class are 3e-4, of which the
+    rounding of l - l' in float32 is 2e-4 (eager's errors are 6e-4 to 3e-3)."""
     case = cases.make_case(64, 32, 1003, dtype=torch.float32, device=device)
     named = {"input": case.input, "linear_weight": case.linear_weight}
     named["linear_bias"] = torch.zeros(1003, device=device).index_fill(0, case.target[:1], 16.0)
@@ -496,7 +497,7 @@ def test_a_class_of_almost_all_probability(device, kind):
     ]
     truth = outcome(definition, wide[0], {**options, **wide[1]})
     for name, value in outcome(flce.linear_divergence, named, options).items():
-        assert cases.relative_error(value, truth[name]) <= 5e-5, name
+        assert cases.relative_error(value, truth[name]) <= 2e-4, name
 
 
 @pytest.mark.parametrize("own, other", [(-0.5, 1.0), (1.0, -0.5)])
@@ -562,6 +563,18 @@ def test_packed_masked_classes(cuda, monkeypatch, kind):
             continue  # and so is its gradient
         for name in named:
             assert cases.relative_error(results[0][name], results[1][name]) <= 4e-3, name
+
+
+@pytest.mark.parametrize("beta", [1e-50, 1e-9, 1.0 - 1e-9])
+def test_packed_beta_near_its_limits(cuda, monkeypatch, beta):
+    """beta or 1 - beta is 0 in float32."""
+    monkeypatch.setenv("FLCE_KERNEL", "fused")
+    case = cases.make_case(300, 256, 1003, dtype=torch.bfloat16, device=cuda)
+    named = {"input": case.input, "linear_weight": case.linear_weight}
+    options = {"teacher_input": case.input, "teacher_weight": case.linear_weight.flip(0)}
+    made = outcome(flce.linear_divergence, named, {**options, "divergence": "jsd", "beta": beta})
+    for name, value in made.items():
+        assert value.isfinite().all(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -71,17 +71,17 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
     double d = flce_load(&s->l, stat, j) - row->base[0];
     d -= flce_load(&t->l, stat, j) - row->base[1];
     d -= row->shift;
-    double term, pull = flce_divergence_terms(call->divergence, call->beta, pass->series.log_m,
-                                              pass->series.value, p, q, d, &term);
+    double term, grad_term = flce_divergence_terms(call->divergence, call->beta, pass->series.log_m,
+                                                   pass->series.value, p, q, d, &term);
     if (writes) {
       bool is_own = hard > 0.0 && j == own; /* p_y - 1 would cancel where p_y is near 1 */
-      double dz = factor * ((1.0 - hard) * (pull - mean * p) + (is_own ? 0.0 : hard * p));
+      double dz = factor * ((1.0 - hard) * (grad_term - mean * p) + (is_own ? 0.0 : hard * p));
       if (capped) dz *= flce_load(&s->slope, stat, j);
       if (is_own) dz += hard * row_coef(&pass->student, FLCE_COEF_TARGET, row->i);
       flce_store(&s->e, stat, j, fabs(dz) < smallest ? 0.0 : dz);
     } else {
       value += term;
-      sum += pull;
+      sum += grad_term;
       mass += p;
     }
   }

@@ -1,15 +1,16 @@
-/* Loss and dz of packed rows (packed_rows.cuh) whose student and teacher are far apart: what nearly
- * cancels in one class is small against the row's sums there, so the terms of divergence.h need no
- * power series. With P = p and Q = q, of the JSD P = (1 - beta) p, Q = beta q and m = p and q
- * averaged so:
+/* Loss and dz of packed rows (packed_rows.cuh) where p and q differ by much. What cancels in a
+ * class where they do not is then small against the row's sums, so that no class needs the power
+ * series of divergence.h. With P = a p and Q = b q, a = b = 1 or, for the JSD, a = 1 - beta and b =
+ * beta, and m = P + Q, which is the JSD's mean of p and q, a class has
  *
- *                 pull                  value
- *   forward KL    P - Q                 pull - Q log(P / Q)
- *   reverse KL    P log2(P / Q)         Q - P + pull, in nats
- *   JSD           -P log2(m / p)        pull - Q log2(m / q)
+ *                 grad_term               loss_term
+ *   forward KL    P - Q                   P - Q - Q ln(P / Q)
+ *   reverse KL    P log2(P / Q)           Q - P + P ln(P / Q)
+ *   JSD           -P log2(m / p)          -P log2(m / p) - Q log2(m / q)
  *
- * dz is pull minus P times its sum over the sum of P, which is that of the rounded P, because both
- * nearly cancel in a class whose p is almost 1. */
+ * The forward KL's gradient is grad_term. The others' is ln 2 (grad_term - P mean), with mean the
+ * sum of grad_term over that of the rounded P: both nearly cancel in a class whose p is almost 1.
+ */
 #ifndef FLCE_CUDA_ROWS_FAR_ROWS_CUH
 #define FLCE_CUDA_ROWS_FAR_ROWS_CUH
 
@@ -20,55 +21,53 @@
 #include "divergence.h"
 
 constexpr float kLn2 = (float)(1 / FLCE_LOG2E);
-/* P and Q are kUnit of what they stand for: those of 2^-64 and absent classes are flushed to 0. */
-constexpr float kUnit = 0x1p-64f, kLog2Unit = -64;
 
-/* log2 of a class's P is that of its larger one plus p_shift plus min(r, 0), and so on. dz =
- * of_pull pull + of_p P, in the hard label's column of_pull pull + of_soft P + of_target. */
+/* Of a class: log2 P = (log2_larger + p_shift) + min(r, 0), log2 Q = (log2_larger + q_shift) -
+ * max(r, 0), log2(P / Q) = r + ratio_shift. dz = coef_grad grad_term + coef_p P; in the column of
+ * the hard label coef_p_at_target stands for coef_p, and at_target is added. */
 struct FarRow {
   const float* words;
   int vocab, target;
   float p_shift, q_shift, ratio_shift;
-  float log2_p_share, log2_q_share; /* log2 of P / p and of Q / q, but for kUnit */
-  float value, mean, p;             /* sums over the classes: value, pull, P */
-  float of_pull, of_soft, of_p, of_target;
+  float log2_a, log2_b;
+  float sum_loss, sum_grad, sum_p; /* over the classes: loss_term, grad_term, P */
+  float coef_grad, coef_p, coef_p_at_target, at_target;
 };
 
-/* pull and P of a class; adds to the sums if SUMS. Where P or Q is 0 the ratio may be infinite. */
+/* grad_term and P of a class; adds to the sums if SUMS. Where P or Q is 0 the ratio is infinite:
+ * every product with it is guarded. */
 template <flce_divergence KIND, bool SUMS>
-__device__ __forceinline__ void far_class(FarRow& row, uint32_t word, float* pull, float* p) {
-  const PackedClass both = unpack_least(word);
+__device__ __forceinline__ float far_class(FarRow& row, uint32_t word, float* p) {
+  const PackedClass both = unpack_class(word);
   const float ratio = both.r + row.ratio_shift; /* log2(P / Q) */
   const float P = exp2_fast((both.log2_larger + row.p_shift) + fminf(both.r, 0));
-  float Q = 0, value = 0;
+  float Q = 0, grad_term, loss_term = 0;
   if (KIND == FLCE_FORWARD_KL || SUMS)
     Q = exp2_fast((both.log2_larger + row.q_shift) - fmaxf(both.r, 0));
   if (KIND == FLCE_FORWARD_KL) {
-    *pull = P - Q;
-    value = Q > 0 ? fmaf(-kLn2 * Q, ratio, *pull) : *pull;
+    grad_term = P - Q;
+    loss_term = Q > 0 ? fmaf(-kLn2 * Q, ratio, grad_term) : grad_term;
   } else if (KIND == FLCE_REVERSE_KL) {
-    /* Infinite where the teacher alone excludes the class, unless p is below what is packed. */
-    *pull = P > 0 && (word & 0xffff) != 0xffff ? P * ratio : 0;
-    value = fmaf(kLn2, *pull, Q - P);
+    grad_term = P == 0 ? 0 : P * ratio;
+    loss_term = fmaf(kLn2, grad_term, Q - P);
   } else {
-    /* log2 of P + Q over the larger of both */
-    const float m = log2_fast(1 + exp2_fast(-fabsf(ratio)));
-    *pull = -P * ((m + row.log2_p_share) - fmaxf(fminf(ratio, 0), -1e30f));
-    value = fmaf(-Q, (m + row.log2_q_share) + fminf(fmaxf(ratio, 0), 1e30f), *pull);
+    const float log2_m = log2_fast(1 + exp2_fast(-fabsf(ratio))); /* m over the larger of P and Q */
+    grad_term = -P * ((log2_m + row.log2_a) - fmaxf(fminf(ratio, 0), -1e30f));
+    loss_term = fmaf(-Q, (log2_m + row.log2_b) + fminf(fmaxf(ratio, 0), 1e30f), grad_term);
+  }
+  if (SUMS) row.sum_loss += loss_term;
+  if (SUMS && KIND != FLCE_FORWARD_KL) {
+    row.sum_grad += grad_term;
+    row.sum_p += P;
   }
   *p = P;
-  if (!SUMS) return;
-  row.value += value;
-  if (KIND == FLCE_FORWARD_KL) return;
-  row.mean += *pull;
-  row.p += P;
+  return grad_term;
 }
 
-/* A tile of vectors from `first` on. INSIDE: all of its columns are in the row, where `out` has
- * their alignment, and none is the hard label's. `waits`: for all threads to have read it, as dz
- * overwrites the row. */
+/* A tile of vectors from `first` on. INSIDE: all of its columns are in the row, and none is the
+ * hard label's. needs_barrier: all threads must have loaded the tile before any stores dz. */
 template <flce_divergence KIND, bool SUMS, bool GRADS, bool INSIDE, typename Out>
-__device__ __forceinline__ void far_tile(FarRow& row, Out* out, int first, bool waits) {
+__device__ __forceinline__ void far_tile(FarRow& row, Out* out, int first, bool needs_barrier) {
   constexpr int N = kVec<float>, U = kUnroll<float>;
   Vec<float, N> words[U];
 #pragma unroll
@@ -80,7 +79,7 @@ __device__ __forceinline__ void far_tile(FarRow& row, Out* out, int first, bool 
       load_columns<GRADS>(row.words, col, row.vocab, words[u]);
     }
   }
-  if (waits) __syncthreads();
+  if (needs_barrier) __syncthreads();
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int col = (first + threadIdx.x + u * blockDim.x) * N;
@@ -88,10 +87,12 @@ __device__ __forceinline__ void far_tile(FarRow& row, Out* out, int first, bool 
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const uint32_t word = __float_as_uint(words[u].at[e]);
-      float p, pull;
-      far_class<KIND, SUMS>(row, INSIDE || col + e < row.vocab ? word : kAbsentClass, &pull, &p);
-      const bool target = !INSIDE && col + e == row.target;
-      dz[e] = row.of_pull * pull + (target ? fmaf(row.of_soft, p, row.of_target) : row.of_p * p);
+      float p;
+      const float grad_term =
+          far_class<KIND, SUMS>(row, INSIDE || col + e < row.vocab ? word : kAbsentClass, &p);
+      const bool at_target = !INSIDE && col + e == row.target;
+      dz[e] = row.coef_grad * grad_term +
+              (at_target ? fmaf(row.coef_p_at_target, p, row.at_target) : row.coef_p * p);
     }
     if constexpr (GRADS) {
       Vec<Out, N> packed;
@@ -105,63 +106,71 @@ __device__ __forceinline__ void far_tile(FarRow& row, Out* out, int first, bool 
   }
 }
 
-/* All tiles of a row, from its end to its begin if only sums are made. dz takes half of a word, so
- * what tile 2 k + 1 writes is words of tiles up to k: after all threads have read tile k, the block
- * need not wait before tile 2 k + 2. */
+/* All tiles of a row, from its end to its begin if only sums are made. dz of tile t overwrites
+ * words of tile t / 2, as an element takes half of a word. A barrier in tile k allows stores up to
+ * tile 2 k + 1, so there is one in tiles 0, 2, 6, 14, and so on. */
 template <flce_divergence KIND, bool SUMS, bool GRADS, typename Out>
 __device__ __forceinline__ void far_pass(FarRow& row, Out* out) {
-  static_assert(sizeof(Out) == 2, "dz takes half of a word");
+  static_assert(sizeof(Out) == 2, "an element of dz is half of a word");
   const int step = kUnroll<float> * blockDim.x, columns = step * kVec<float>;
   const int tiles = (row.vocab + columns - 1) / columns;
-  const bool aligned = !GRADS || is_aligned(out, kVec<float> * sizeof(Out));
   for (int i = 0; i < tiles; i++) {
     const int tile = GRADS ? i : tiles - 1 - i, begin = tile * columns;
-    const bool waits = GRADS && ((tile + 2) & (tile + 1)) == 0;
-    const bool has_target = GRADS && (unsigned)(row.target - begin) < (unsigned)columns;
-    if (aligned && begin + columns <= row.vocab && !has_target) {
-      far_tile<KIND, SUMS, GRADS, true>(row, out, tile * step, waits);
+    const bool needs_barrier = GRADS && ((tile + 2) & (tile + 1)) == 0;
+    const bool has_target = GRADS && (unsigned)row.target - (unsigned)begin < (unsigned)columns;
+    if (begin + columns <= row.vocab && !has_target) {
+      far_tile<KIND, SUMS, GRADS, true>(row, out, tile * step, needs_barrier);
     } else {
-      far_tile<KIND, SUMS, GRADS, false>(row, out, tile * step, waits);
+      far_tile<KIND, SUMS, GRADS, false>(row, out, tile * step, needs_barrier);
     }
   }
 }
 
-/* From the sums of all threads: the loss, and `mean`, the sum of flce_divergence_terms, in nats.
- * p_share: P / p but for kUnit. */
+/* Results of a row, in nats: the loss, and `mean` of flce_divergence_mean. */
+struct FarResult {
+  float loss, mean;
+};
+
 template <flce_divergence KIND>
-__device__ __forceinline__ void finish_sums(FarRow& row, float p_share, float* scratch) {
-  row.value = block_sum(row.value, scratch) * ((KIND == FLCE_JSD ? kLn2 : 1) / kUnit);
-  if (KIND == FLCE_FORWARD_KL) return;
-  row.mean = block_sum(row.mean, scratch) * kLn2 * p_share / block_sum(row.p, scratch);
+__device__ __forceinline__ FarResult reduce_sums(const FarRow& row, float a, float* scratch) {
+  const float loss = block_sum(row.sum_loss, scratch);
+  if (KIND == FLCE_FORWARD_KL) return {loss, 0};
+  const float mean = kLn2 * a * block_sum(row.sum_grad, scratch) / block_sum(row.sum_p, scratch);
+  return {KIND == FLCE_JSD ? kLn2 * loss : loss, mean};
 }
 
-/* Loss and, where `out` is one, dz of a row, whose fields up to ratio_shift are those for P = p and
- * Q = q. factor, soft, hard: RowPair's. */
+/* The results, and dz where `out` is one: the row's own memory. p_shift, q_shift and ratio_shift
+ * are those for a = b = 1. factor, soft, hard: RowPair's. */
 template <flce_divergence KIND, typename Out>
-__device__ __forceinline__ void far_row(FarRow& row, Out* out, float beta, float factor, float soft,
-                                        float hard, float* scratch) {
-  const float p_share = KIND == FLCE_JSD ? 1 - beta : 1;
-  if (KIND == FLCE_JSD) {
-    row.log2_p_share = log2f(p_share);
-    row.log2_q_share = log2f(beta);
+__device__ __forceinline__ FarResult far_row(FarRow row, Out* out, double beta, float factor,
+                                             float soft, float hard, float* scratch) {
+  float a = 1;
+  if (KIND == FLCE_JSD) { /* 1 - beta may be below float's epsilon */
+    a = (float)(1 - beta);
+    row.log2_a = (float)log2(1 - beta);
+    row.log2_b = (float)log2(beta);
   }
-  row.p_shift += row.log2_p_share + kLog2Unit;
-  row.q_shift += row.log2_q_share + kLog2Unit;
-  row.ratio_shift += row.log2_p_share - row.log2_q_share;
-  factor /= kUnit;
-  row.of_pull = factor * soft * (KIND == FLCE_FORWARD_KL ? 1 : kLn2);
-  row.of_p = factor * hard;
-  if (KIND == FLCE_FORWARD_KL && out) {
-    far_pass<KIND, true, true>(row, out);
-    return finish_sums<KIND>(row, p_share, scratch);
+  row.p_shift += row.log2_a;
+  row.q_shift += row.log2_b;
+  row.ratio_shift += row.log2_a - row.log2_b;
+  row.coef_grad = factor * soft * (KIND == FLCE_FORWARD_KL ? 1 : kLn2);
+  row.coef_p = factor * hard;
+  if constexpr (KIND == FLCE_FORWARD_KL) {
+    if (out) {
+      far_pass<KIND, true, true>(row, out);
+      return reduce_sums<KIND>(row, a, scratch);
+    }
   }
   far_pass<KIND, true, false>(row, out);
-  finish_sums<KIND>(row, p_share, scratch);
-  if (!out) return;
-  row.of_soft = -factor * soft * row.mean / p_share;
-  row.of_p = row.of_soft + factor * hard / p_share;
-  far_pass<KIND, false, true>(row, out);
-  __syncthreads(); /* what follows the last column may be words of a tile that has not been read */
+  const FarResult made = reduce_sums<KIND>(row, a, scratch);
+  if constexpr (KIND != FLCE_FORWARD_KL) {
+    if (!out) return made;
+    row.coef_p_at_target = -factor * soft * made.mean / a;
+    row.coef_p = row.coef_p_at_target + factor * hard / a;
+    far_pass<KIND, false, true>(row, out);
+    __syncthreads(); /* pad_row may overwrite words that other threads still read */
+  }
+  return made;
 }
 
 #endif

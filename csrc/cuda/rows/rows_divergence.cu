@@ -1,8 +1,8 @@
 /* The backend function divergence_rows: how far the softmax of a row of logits is from that of a
  * teacher's, and dz. One thread block a row. The sums over the classes take a pass of their own
  * from the row's end to its begin, where the second pass starts: what it reads first is in the L2
- * cache. The forward KL's gradient needs their sum, which is that of the errors of the statistics,
- * only where student and teacher are near: else one pass makes loss and dz. */
+ * cache. The forward KL makes loss and dz in one pass, unless the sum of its p - q has to be taken
+ * out first (range_of). */
 #include "cuda/backend.cuh"
 #include "cuda/rows/far_rows.cuh"
 #include "cuda/rows/packed_rows.cuh"
@@ -32,8 +32,9 @@ struct divergence_params {
   Series series;
 };
 
-/* A row of both logits. hard, soft: the weights of the hard label and of the divergence; target:
- * the gradient of the former in its column; factor: of all others. */
+/* A row of both logits. hard, soft: the weights of the hard label's cross entropy and of the
+ * divergence; factor: the row's, of dz; target: the cross entropy's gradient in the label's column.
+ */
 template <typename Z, typename S = stat_t<Z>>
 struct RowPair {
   Row<Z> s, t;
@@ -43,7 +44,7 @@ struct RowPair {
   S s_inv, t_inv;       /* statistics */
   S shift; /* lse of s minus that of t, without the bases; of packed rows C, in base 2 */
   S beta, hard, soft, factor, target, value, mean;
-  S mass; /* sum of the p that both passes see */
+  S mass; /* sum of the rounded p */
 };
 
 template <typename Z, typename S = stat_t<Z>>
@@ -171,8 +172,8 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
                                           int first) {
   using S = stat_t<Z>;
   constexpr int N = kVec<Z>, U = kUnrollFrom<FROM, Z>;
-  const S of_pull = pair.factor * pair.soft,
-          of_p = pair.factor * fma(-pair.soft, pair.mean, pair.hard);
+  const S coef_grad = pair.factor * pair.soft,
+          coef_p = pair.factor * fma(-pair.soft, pair.mean, pair.hard);
   Vec<Z, N> s[U], t[U];
 #pragma unroll
   for (int u = 0; u < U; u++) {
@@ -188,15 +189,15 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
 #pragma unroll
     for (int e = 0; e < N; e++) {
       S value;
-      const S pull = terms_of<KIND>(series, pair.beta, p[e], q[e], d[e], &value);
+      const S grad_term = terms_of<KIND>(series, pair.beta, p[e], q[e], d[e], &value);
       if constexpr (SUMS) {
         pair.value += value;
-        if (!GRADS) pair.mean += pull;
+        if (!GRADS) pair.mean += grad_term;
         if (!GRADS && KIND != FLCE_FORWARD_KL) pair.mass += p[e];
       }
-      d[e] = fma(of_p, p[e], of_pull * pull) * slope[e];
+      d[e] = fma(coef_p, p[e], coef_grad * grad_term) * slope[e];
       if (!INSIDE && col + e == pair.s.target)
-        d[e] = of_pull * fma(-pair.mean, p[e], pull) * slope[e] + pair.hard * pair.target;
+        d[e] = coef_grad * fma(-pair.mean, p[e], grad_term) * slope[e] + pair.hard * pair.target;
     }
     if constexpr (GRADS) {
       Vec<Out, N> packed;
@@ -213,7 +214,7 @@ __device__ __forceinline__ void pass_over(const Series& series, RowPair<Z>& pair
   const int columns = step * kVec<Z>;
   for (int done = 0; done < pair.s.vectors; done += step) {
     const int first = GRADS ? done : last - done, begin = column_of<Z>(first, pair.s.lead);
-    const bool has_target = GRADS && (unsigned)(pair.s.target - begin) < (unsigned)columns;
+    const bool has_target = GRADS && (unsigned)pair.s.target - (unsigned)begin < (unsigned)columns;
     if (begin >= 0 && begin + columns <= pair.s.vocab && !has_target) {
       pair_tile<SUMS, GRADS, FROM, true, KIND>(series, pair, out, first);
     } else {
@@ -238,15 +239,16 @@ __device__ __forceinline__ void exchange_sums(const divergence_params& c, S* scr
 }
 
 /* Of a row's first classes, a vector in each thread: whether |log(p / q)| is below 2^-5 in all, and
- * whether it is at least 1 in a quarter of them. */
-struct Distance {
-  bool near, far;
+ * whether it is at least 1 in many. */
+struct RowRange {
+  bool all_near, many_far;
 };
 
-/* near: the sum of p - q is taken out of the forward KL's gradient; beyond, an error of 2^-24 in it
- * is at most 2^-19 of the terms, and packed classes are rounded by more. far: for far_rows.cuh. */
+/* With all_near the sum of p - q, which is 0 but for the errors of the two logsumexp, is taken out
+ * of the forward KL's gradient. Beyond, an error of 2^-24 in it is at most 2^-19 of the terms, and
+ * packed classes are rounded by more. */
 template <Source FROM, typename Out, typename Z, typename S = stat_t<Z>>
-__device__ __forceinline__ Distance distance_of(const RowPair<Z>& pair, S* scratch) {
+__device__ __forceinline__ RowRange range_of(const RowPair<Z>& pair, S* scratch) {
   constexpr int N = kVec<Z>;
   const int col = column_of<Z>(threadIdx.x, pair.s.lead);
   Vec<Z, N> raw, teacher;
@@ -255,33 +257,42 @@ __device__ __forceinline__ Distance distance_of(const RowPair<Z>& pair, S* scrat
   compare<FROM, false, Out>(pair, raw, teacher, col, p, q, d, slope);
 #pragma unroll
   for (int e = 0; e < N; e++) {
-    const S apart = p[e] + q[e] > 0 ? fabs(d[e]) : 0; /* a class without a part says nothing */
-    top = fmax(top, apart);
-    far += apart >= 1;
+    const S size = p[e] + q[e] > 0 ? fabs(d[e]) : 0; /* not of a class without probability */
+    top = fmax(top, size);
+    far += size >= 1;
   }
   top = block_max(top, scratch);
-  return {top < (S)0x1p-5, 4 * block_sum(far, scratch) >= N * blockDim.x};
+  const int columns = min((int)pair.s.vocab, N * (int)blockDim.x);
+  return {top < (S)0x1p-5, 4 * block_sum(far, scratch) >= columns};
 }
 
-/* Loss and dz of a row by far_row. */
+/* Loss and, where `out` is one, dz of a packed row by far_row, or false. Its classes are far apart
+ * if many of the first ones are and a likely one, whose log2(p / q) is `shift`, is: then the class
+ * of most probability is none whose p - q cancels. */
 template <flce_divergence KIND, typename Out>
-__device__ __forceinline__ void compare_far(RowPair<float>& pair, Out* out, float* scratch) {
+__device__ __forceinline__ bool compared_far(const divergence_params& c, bool many_far,
+                                             RowPair<float>& pair, Out* out, float* scratch) {
+  if (!many_far || !(fabsf(pair.shift) >= 0x1p-4f)) return false;
   FarRow row = {pair.s.z, (int)pair.s.vocab, (int)pair.s.target, pair.shift, 0, pair.shift};
-  row.of_target = pair.hard * pair.target;
-  far_row<KIND>(row, out, pair.beta, pair.factor, pair.soft, pair.hard, scratch);
-  pair.value = row.value;
-  pair.mean = row.mean;
+  row.at_target = pair.hard * pair.target;
+  const FarResult made =
+      far_row<KIND>(row, out, c.beta, pair.factor, pair.soft, pair.hard, scratch);
+  pair.value = made.loss;
+  pair.mean = made.mean;
+  return true;
 }
 
 /* Loss and, where `out` is one, dz of a row. */
 template <Source FROM, flce_divergence KIND, typename Z, typename Out, typename S>
 __device__ __forceinline__ void compare_row(const divergence_params& c, RowPair<Z>& pair, Out* out,
                                             S* scratch) {
-  const Distance distance = distance_of<FROM, Out>(pair, scratch);
+  RowRange range = {};
+  if constexpr (FROM == kPackedRows || KIND == FLCE_FORWARD_KL)
+    range = range_of<FROM, Out>(pair, scratch);
   if constexpr (FROM == kPackedRows) {
-    if (distance.far) return compare_far<KIND>(pair, out, scratch);
+    if (compared_far<KIND>(c, range.many_far, pair, out, scratch)) return;
   }
-  if (KIND == FLCE_FORWARD_KL && c.sums && out && !distance.near) {
+  if (KIND == FLCE_FORWARD_KL && c.sums && out && !range.all_near) {
     pass_over<true, true, FROM, KIND>(c.series, pair, out);
     exchange_sums<KIND>(c, scratch, pair);
     return;
@@ -368,7 +379,10 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const divergence_kernel kernel = call->packed ? kernel_for<kPackedRows>(call->divergence, z, out)
                                    : same       ? kernel_for<kSameRows>(call->divergence, z, out)
                                                 : kernel_for<kAnyRows>(call->divergence, z, out);
-  if (!kernel) return no_row_kernel(s, "divergence_rows");
+  const bool packs_well = is_aligned(s->z, 16) && s->z_pitch % 4 == 0 && call->sums &&
+                          !call->partial &&
+                          (!s->out || (s->out == s->z && s->out_pitch == 2 * s->z_pitch));
+  if (!kernel || (call->packed && !packs_well)) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),
                                     make_args(t),
                                     (const PackedRow*)call->packed,
