@@ -19,11 +19,17 @@ is_ours._dynamo_marked_constant = True
 
 
 def parameters_of(function):
-    """The names of its parameters; those of an autograd Function's forward without ctx; None: in
-    words, that there is no such function."""
+    """The names of its parameters, of a class's forward (without an autograd Function's ctx); None:
+    in words, that there is no such function."""
     if function is None:
         return "no such function"
+    function = getattr(function, "forward", function)
     return tuple(name for name in inspect.signature(function).parameters if name != "ctx")
+
+
+def same_parameters(distribution, original, ours):
+    """Of `known`: the original has to take what ours takes, of the same names in the same order."""
+    return distribution, original.__name__, parameters_of(ours), parameters_of(original)
 
 
 class Installation:
@@ -34,10 +40,10 @@ class Installation:
     """
 
     def __init__(self, package, pairs, classes=(), known=()):
-        """`pairs`: (original, ours), where ours has the original as `flce_original`. Every imported
+        """`pairs`: (original, ours), which gets the original as its `flce_original`. Every imported
         module's global that is the original becomes ours, and every attribute of `classes`; a later
         import takes it from the modules that were changed. `known`: (distribution, name of a
-        function, the parameters that flce knows, those found).
+        function, the parameters that flce knows, those found); not read where flce is installed.
 
         Raises:
             RuntimeError: flce is installed there already.
@@ -58,6 +64,7 @@ class Installation:
         self._pairs, self._package, self._classes = tuple(pairs), package, classes
         self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:
+            ours.flce_original = original
             _rebind(original, ours, self._classes)
 
     def remove(self):

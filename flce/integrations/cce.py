@@ -26,25 +26,20 @@ def install():
 
     original = cut_cross_entropy.linear_cross_entropy
     names = parameters_of(original)
+    ours = functools.partial(_linear_cross_entropy, original, names)
     served = names if set(names) <= set(_KNOWN) else f"some of {_KNOWN}"
     known = "cut_cross_entropy", original.__name__, served, names
-    return Installation("cce", [(original, _replacement(original, names))], known=[known])
+    pairs = [(original, functools.update_wrapper(ours, original))]
+    return Installation("cce", pairs, known=[known])
 
 
-def _replacement(original, names):
-    """The replacement of `original`, whose parameters are `names`, in this order."""
-
-    @functools.wraps(original)
-    def linear_cross_entropy(*args, **options):
-        given = {**dict(zip(names, args, strict=False)), **options}
-        # An argument given twice, too many or an unknown one: the original raises the TypeError.
-        is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
-        is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
-        if not is_ours("cce", is_valid_call and not is_distributed):
-            return original(*args, **options)
-        if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
-            given["filter_eps"] = "auto"
-        return compat.linear_cross_entropy(**given)
-
-    linear_cross_entropy.flce_original = original
-    return linear_cross_entropy
+def _linear_cross_entropy(original, names, *args, **options):
+    given = {**dict(zip(names, args, strict=False)), **options}
+    # An argument given twice, too many or an unknown one: the original raises the TypeError.
+    is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
+    is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
+    if not is_ours("cce", is_valid_call and not is_distributed):
+        return original(*args, **options)
+    if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
+        given["filter_eps"] = "auto"
+    return compat.linear_cross_entropy(**given)

@@ -7,7 +7,7 @@ import torch
 
 import flce
 
-from ._rebind import Installation, is_ours, parameters_of
+from ._rebind import Installation, is_ours, same_parameters
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
@@ -21,20 +21,15 @@ def install():
 
     Returns and raises as `flce.integrations` says.
     """
-    module, pairs, known = importlib.import_module(_MODULE), [], []
-    functions = {
-        "_fused_lm_head_logprob_apply": _logprobs,
-        "_fused_vocab_parallel_entropy_from_hidden": _entropy,
-    }
-    for name, function in functions.items():
-        original, ours = getattr(module, name), functools.partial(function)
-        known.append(("skyrl", name, parameters_of(function), parameters_of(original)))
-        ours.flce_original = original
-        pairs.append((original, ours))
+    module = importlib.import_module(_MODULE)
+    served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
+    # By functools.partial, because remove() rebinds the globals of this module too.
+    pairs = [(getattr(module, one.__name__), functools.partial(one)) for one in served]
+    known = (same_parameters("skyrl", *pair) for pair in pairs)
     return Installation("skyrl", pairs, known=known)
 
 
-def _logprobs(
+def _fused_lm_head_logprob_apply(
     backend,
     hidden,
     weight,
@@ -55,7 +50,9 @@ def _logprobs(
 
 
 @torch.no_grad()
-def _entropy(hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0):
+def _fused_vocab_parallel_entropy_from_hidden(
+    hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0
+):
     """Entropies of logits / temperature, float32, shape (B, S), without a gradient; hidden
     (B, S, H), lm_head_weight (V / ranks, H)."""
     any_class = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

@@ -13,8 +13,10 @@ from ._rebind import Installation, is_ours, parameters_of
 _NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
 _PARAMETERS += ("final_logit_softcapping", "logit_scale", "outputs")
-_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # TRL's default
-_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": _OUTPUTS}
+_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0}
+_DEFAULTS["outputs"] = (
+    "log_sum_sq_probs",
+)  # among others, of which flce does not compute this one
 _SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
 
 
@@ -38,7 +40,7 @@ def install(*, entropy=None):
     if entropy not in tuple(ENTROPIES):
         refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
     original = getattr(trl.trainer.utils, _NAME, None)
-    known = "trl", _NAME, _PARAMETERS, parameters_of(getattr(original, "forward", None))
+    known = "trl", _NAME, _PARAMETERS, parameters_of(original)
     return Installation("trl", [(original, LogProbFunction(original, entropy))], known=[known])
 
 
@@ -46,23 +48,14 @@ class LogProbFunction:
     """Replaces TRL's autograd Function: its `apply`, computed by flce."""
 
     def __init__(self, original, entropy):
-        self.flce_original, self.entropy = original, entropy
+        self.original, self.entropy = original, entropy
 
     def apply(self, *args, **options):
-        """The log-probabilities of `targets`, and what `outputs` names; arguments are TRL's, in the
-        order of _PARAMETERS.
-
-        Args:
-            hidden: shape (N, H); weight: (V, H), cast to hidden's dtype (or autocast's); bias:
-                (V,) or None; targets: class indices, shape (N,).
-            temperature, logit_scale, final_logit_softcapping: flce's, the last one its softcap.
-            chunk_size: the columns of TRL's tiles; flce has `max_memory` instead.
-            outputs: some of "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1".
-
-        Returns (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None
-        for what `outputs` does not name; float32, is_top1 bool. The first is differentiable, the
-        second as `install` says. Raises as `flce.linear_cross_entropy`.
-        """
+        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None for
+        what `outputs` does not name; float32, is_top1 bool. The first is differentiable, the second
+        as `install` says. Arguments are TRL's, _PARAMETERS: hidden (N, H); weight (V, H), cast to
+        hidden's dtype (or autocast's); bias (V,) or None; targets: class indices, (N,); chunk_size:
+        no effect. Raises as `flce.linear_cross_entropy`."""
         given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
         values = (given[name] for name in _PARAMETERS)
         hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
@@ -70,7 +63,7 @@ class LogProbFunction:
         # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
         serves = serves and hidden.device.type in ("cpu", "cuda") and not hasattr(weight, "ds_id")
         if not is_ours("trl", serves):
-            return self.flce_original.apply(*args, **options)
+            return self.original.apply(*args, **options)
         weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
         operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
         is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
