@@ -99,10 +99,10 @@ class Fusion(contextlib.AbstractContextManager):
         for name, module in found:
             if reason := heads.attach(self, name, module):
                 self.refused.append((name, reason))
-                continue
-            self._is_attached = True
-            parent, _, child = name.rpartition(".")
-            self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
+            else:
+                self._is_attached = True
+                parent, _, child = name.rpartition(".")
+                self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
         attached = {module for _, module, _ in self.attached()}
         # The model, and what contains a head and takes labels: a wrapper may call it directly.
         for caller in self.model.modules() if attached else ():

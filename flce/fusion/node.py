@@ -17,12 +17,12 @@ class Snapshot:
     the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which
     torch.compile does not trace and inference tensors do not have; a sample of the elements."""
 
-    def __init__(self, linear, x, weight, bias):
+    def __init__(self, linear, x):
         self.fusion, self.linear = linear._flce_fusion, linear
         self.last_step, named = self.fusion.last_step, {"hidden states": x}
         # Hooks may gather the weight, which changes it: then only the last_step is compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-            named |= {"weight": weight, "bias": bias}
+            named |= {"weight": linear.weight, "bias": linear.bias}
         self.parts = []  # (name, tensor, version or None, sample or None)
         for name, tensor in named.items():
             if _is_plain(tensor):
@@ -122,15 +122,13 @@ class Node:
 
     def __init__(self, call, record, parent=None, view=None):
         self.call, self.record, self.parent, self.view = call, record, parent, view
-        self.value, self._layout = None, None
+        self.value = None
 
     def layout(self):
         """A meta tensor with the strides of the real value; views of it alias as that would."""
-        if self._layout is None and self.parent is not None:
-            self._layout = self.view(self.parent.layout())
-        elif self._layout is None:
-            self._layout = self.like("meta", self.record.shape)
-        return self._layout
+        if self.parent is not None:
+            return self.view(self.parent.layout())
+        return self.like("meta", self.record.shape)
 
     def like(self, device=None, shape=0):
         """An empty tensor of the value's dtype, and of its device."""

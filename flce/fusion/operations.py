@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from . import divergence, loss, steps
+from . import loss, steps
 from .node import Node, node_of
 from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 
@@ -147,11 +147,12 @@ def _reshape(function, node, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = node.record, node.record.shape
     require(0 not in old)
-    result = function(node.layout(), *args[1:], **kwargs)
+    layout = node.layout()
+    result = function(layout, *args[1:], **kwargs)
     require(result.dtype == record.dtype)
     shape = tuple(result.shape)
     # While torch.compile traces, writes to logits make them first: nothing has to be shared.
-    is_view = node.layout().is_contiguous() or (not is_compiling() and result._is_view())
+    is_view = layout.is_contiguous() or (not is_compiling() and result._is_view())
     view = (lambda z: z.view(shape)) if is_view else None
     if shape[-1:] == old[-1:]:
         record = record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
@@ -283,7 +284,7 @@ def _reduced(function, node, args, kwargs):
     dtype = _dtype_by(function, node, given)
     statistic = functools.partial(loss.statistic, node.call, record)
     if form == KL:
-        values = divergence.kl_sum(record, "sum" if is_of_all else "none")
+        values = loss.kl_sum(record, "sum" if is_of_all else "none")
         count = math.prod(record.shape if is_of_all else record.shape[-1:])
         values = values / count if name == "mean" else values
     elif name == "mean":
@@ -307,13 +308,13 @@ def _kl_div(function, node, args, kwargs):
     require(target.record.form() == (LOG_P if given["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
     dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
-    replay = functools.partial(divergence.elements, node, target)
+    replay = functools.partial(loss.kl_elements, node, target)
     record = record.then(KL, 1, replay, dtype=dtype)
     if reduction == "none":
         return node.then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
     require(reduction in count)
-    return (divergence.kl_sum(record, "sum") / count[reduction]).to(dtype)
+    return (loss.kl_sum(record, "sum") / count[reduction]).to(dtype)
 
 
 @handles("argmax")

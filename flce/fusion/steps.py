@@ -151,10 +151,10 @@ def operands(record, dtype, cuts_weight):
     """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
     record's logits. dtype: of the logits that the sources make, to which several are cast.
     cuts_weight: whether class weights or probabilities belong to the selected classes alone."""
-    scale, outer, added = _scale_of(record.sources[0]), None, None
-    x, weight, bias, options = _product(record.sources, scale, dtype)
-    classes = range(len(weight))
-    # The steps make outer tanh(scale (z + added)), or scale (z + added) where outer is None.
+    scale, outer, is_added = _scale_of(record.sources[0]), None, False
+    x, weight, own_bias, options = _product(record.sources, scale, dtype)
+    classes, bias = range(len(weight)), own_bias
+    # The steps make outer tanh(scale (z + bias)), or scale (z + bias) where outer is None.
     for kind, value, _ in record.steps:
         if kind == SCALE and outer is not None:
             outer *= value
@@ -164,19 +164,17 @@ def operands(record, dtype, cuts_weight):
             outer = 1.0
         elif kind == BIAS:
             value = (value if value.dtype == torch.float64 else value.float()) / scale
-            added = value if added is None else added + value
+            bias, is_added = value if bias is None else bias + value, True
         elif kind == CLASSES:
-            added = None if added is None else added[slice(*value)]
+            bias = None if bias is None else bias[slice(*value)]
             classes = classes[slice(*value)]
-    if len(classes) < len(weight) and (classes.start or added is not None or cuts_weight):
+    if len(classes) < len(weight) and not (classes.start or is_added or cuts_weight):
+        options["valid_vocab"], bias = classes.stop, own_bias
+    elif len(classes) < len(weight):
         cut = slice(classes.start, classes.stop)
-        weight, bias = weight[cut], None if bias is None else bias[cut]
+        weight = weight[cut]
         if "adapter_weight" in options:
             options["adapter_weight"] = options["adapter_weight"][cut]
-    elif len(classes) < len(weight):
-        options["valid_vocab"] = classes.stop
-    if added is not None:
-        bias = added if bias is None else bias + added
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
     if outer is not None:

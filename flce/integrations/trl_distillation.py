@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from flce.fusion.divergence import divergence
+from flce.fusion.loss import divergence
 from flce.fusion.node import node_of
 from flce.fusion.steps import Unknown
 
