@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from ..validate import function_transforms_are_on, is_dtensor
+from ..validate import function_transforms_are_on, is_dtensor, refuse
 from . import proxies, reentry, steps
 from .node import HeadCall, Node, Snapshot
 from .reentry import enclosing_of, foreign_hook, fusion_in
@@ -128,14 +128,13 @@ DATA_PARALLEL = (
 def _class_of(base, mixin):
     """`base` with the mixin in front, under the name of `base`."""
     attributes = {"__module__": base.__module__, "__reduce_ex__": _reduce, "_flce_base": base}
-    return type(base.__name__, (mixin, base), attributes)
+    return type(base.__name__, (mixin, base), attributes | {"_flce_mixin": mixin})
 
 
 def _reduce(module, protocol):
     """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
-    mixin = _Deferring if isinstance(module, _Deferring) else Reentrant
     state = {name: value for name, value in module.__dict__.items() if name != "_flce_enclosing"}
-    return _rebuilt, (module._flce_base, mixin), state
+    return _rebuilt, (module._flce_base, module._flce_mixin), state
 
 
 def _rebuilt(base, mixin):
@@ -221,8 +220,7 @@ def _named(model, head):
         if module is head or name == head:
             return name, module
     got = repr(head) if isinstance(head, str) else type(head).__name__
-    expected = f"a Module of the model, its name, or a list of these, got {got}"
-    raise ValueError(f"flce.fuse: head: expected {expected}")
+    refuse("flce.fuse: head", "a Module of the model, its name, or a list of these", got)
 
 
 def linears_of(head):

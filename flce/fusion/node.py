@@ -199,7 +199,6 @@ def node_of(value):
 
 
 def name_of(function):
-    """The name of a torch function in messages."""
     if is_compiling():
         return function.__name__  # resolve_name is not traced
     is_ours = getattr(function, "__module__", None) == "flce.functional"

@@ -218,8 +218,7 @@ def _select(function, node, args, kwargs):
 
 
 @handles("split chunk unbind __iter__", forms=_ROWS)
-def _pieces(function, node, args, kwargs):
-    """The pieces of the first dimension."""
+def _pieces_of_first_dimension(function, node, args, kwargs):
     record, at = node.record, 2 if function.__name__ in ("split", "chunk") else 1
     require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))
     stop, made = 0, []

@@ -102,10 +102,7 @@ class Record(typing.NamedTuple):
         selection can precede them all, the product included."""
         sources = tuple([Source(s.linear, select(s.x), s.steps) for s in self.sources])
         rows, whole, x = Rows(self, select, is_piece), self.sources[0].x, sources[0].x
-        if (
-            not is_compiling()
-            and x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        ):
+        if not is_compiling() and torch._C._is_alias_of(x, whole):
             view = x.data_ptr(), x.shape, x.stride()
             rows.known = self.rows.parts.setdefault(view, rows.known)
         return self.changed(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
@@ -135,7 +132,6 @@ def is_scale(factor, steps):
 
 
 def applied(steps, value):
-    """The steps, one after the other, on real values."""
     for step in steps:
         value = step.replay(value)
     return value
