@@ -13,14 +13,12 @@ _KNOWN = (*parameters_of(compat.linear_cross_entropy), "zero3_params")
 
 
 def install():
-    """Makes every call of `cut_cross_entropy.linear_cross_entropy` run flce.
+    """Makes every call of `cut_cross_entropy.linear_cross_entropy` run flce: those by
+    `LinearCrossEntropy` and by the forwards which `cce_patch` puts into models, too.
 
-    That is the function itself, in every module that has imported it, `LinearCrossEntropy`, and the
-    forwards which `cce_patch` puts into models. Values and gradients are those of
-    `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
-    or with the `zero3_params` of Axolotl's fork, remains CCE's own.
-
-    Returns and raises as `flce.integrations` says.
+    Values and gradients are those of `flce.compat.cce`: exact, without CCE's gradient filter. A
+    call with `vocab_parallel_options`, or with the `zero3_params` of Axolotl's fork, remains CCE's
+    own. Returns and raises as `flce.integrations` says.
     """
     import cut_cross_entropy
 

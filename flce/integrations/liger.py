@@ -13,14 +13,11 @@ _SCALED_OPTIONS |= {"return_entropy": False, "selected_token_ids": None}
 
 
 def install():
-    """Makes every call of Liger's fused linear cross entropy run flce.
+    """Makes every call of Liger's fused linear cross entropy run flce: its function, its Module,
+    the forwards which `apply_liger_kernel_to_*` puts into models, and the scaled function (0.8.2).
 
-    That is `liger_fused_linear_cross_entropy`, `LigerFusedLinearCrossEntropyLoss` and the forwards
-    which `apply_liger_kernel_to_*` puts into models: Liger's own code up to its autograd Function,
-    which flce replaces. Liger 0.8.5's `LigerFusedLinearScaledCrossEntropyFunction` is served
-    too. Values and gradients are those of `flce.compat.liger`.
-
-    Returns and raises as `flce.integrations` says.
+    Values and gradients are those of `flce.compat.liger`. Returns and raises as `flce.integrations`
+    says.
     """
     import liger_kernel.ops as ops
     import liger_kernel.ops.fused_linear_cross_entropy as default

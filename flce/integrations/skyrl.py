@@ -17,9 +17,7 @@ def install():
     with either backend, and the entropy that is logged with it.
 
     The gradient of hidden is this rank's term of the sum over the tensor-parallel group, as
-    SkyRL's.
-
-    Returns and raises as `flce.integrations` says.
+    SkyRL's. Returns and raises as `flce.integrations` says.
     """
     module = importlib.import_module(_MODULE)
     served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
@@ -45,8 +43,8 @@ def _fused_lm_head_logprob_apply(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # SkyRL sums the weight's gradient in float32 too.
         accum_dtype = torch.float32 if weight.dtype.itemsize == 2 else None
-        options = {"entropy": None, "accum_dtype": accum_dtype}
-        return _made(hidden, weight, target, tp_group, options)[0].float()
+        made = _made(hidden, weight, target, tp_group, entropy=None, accum_dtype=accum_dtype)
+        return made[0].float()
 
 
 @torch.no_grad()
@@ -57,10 +55,10 @@ def _fused_vocab_parallel_entropy_from_hidden(
     (B, S, H), lm_head_weight (V / ranks, H)."""
     any_class = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     options = {"entropy": "detached", "temperature": temperature}
-    return _made(hidden, lm_head_weight, any_class, tp_group, options)[1].float()
+    return _made(hidden, lm_head_weight, any_class, tp_group, **options)[1].float()
 
 
-def _made(hidden, weight, target, tp_group, options):
+def _made(hidden, weight, target, tp_group, **options):
     is_ours("skyrl")
     shards = flce.VocabParallel(tp_group, reduce_input_grad=False)
     hidden = hidden.to(weight.dtype)

@@ -46,12 +46,9 @@ class FlceLoss(ChunkedLossWrapper):
     def __call__(self, pred, labels, global_valid_tokens=None, **loss_inputs):
         """(loss, {}): the sum over the valid tokens, divided by global_valid_tokens if given.
 
-        Args:
-            pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where
-            ignored; loss_inputs: without effect, as for CrossEntropyLoss.
-
-        Raises TypeError where pred or the head's weight is a DTensor, else as
-        flce.linear_cross_entropy.
+        pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where
+        ignored; loss_inputs: without effect, as for CrossEntropyLoss. Raises TypeError where pred
+        or the head's weight is a DTensor, else as flce.linear_cross_entropy.
         """
         if self.lm_head is None:
             refuse("lm_head", "set_lm_head() before the first call", "none")

@@ -69,20 +69,14 @@ class LogProbFunction:
         is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
         is_logged = softcap is not None and "is_top1" in outputs and not is_traced
         entropy = self.entropy or ("detached" if is_logged else "differentiable")
-        made = flce.linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="none",
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            # TRL sums the weight's gradient in float32 too.
-            accum_dtype=torch.float32 if operand_dtype.itemsize == 2 else None,
-            return_entropy=ENTROPIES[entropy if "entropy" in outputs else None],
-            return_predictions="is_top1" in outputs,
-        )
+        logits = {"linear_bias": bias, "softcap": softcap, "logit_scale": logit_scale}
+        logits["temperature"] = temperature
+        wanted = {"reduction": "none", "return_predictions": "is_top1" in outputs}
+        wanted["return_entropy"] = ENTROPIES[entropy if "entropy" in outputs else None]
+        # TRL sums the weight's gradient in float32 too.
+        accum_dtype = torch.float32 if operand_dtype.itemsize == 2 else None
+        options = {**logits, **wanted, "accum_dtype": accum_dtype}
+        made = flce.linear_cross_entropy(hidden, weight, targets, **options)
         made = made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
         is_top1 = None if made.predictions is None else made.predictions == targets
         mean = None

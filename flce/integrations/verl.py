@@ -13,9 +13,8 @@ def install():
     `verl.utils.kernel.linear_cross_entropy` ("triton").
 
     The latter remains verl's own for other reductions than "none". With a tensor-parallel group the
-    gradient of hidden is this rank's term of the sum, as verl's.
-
-    Returns and raises as `flce.integrations` says.
+    gradient of hidden is this rank's term of the sum, as verl's. Returns and raises as
+    `flce.integrations` says.
     """
     from verl.utils.experimental import torch_functional
     from verl.utils.kernel import linear_cross_entropy as kernel
@@ -23,11 +22,11 @@ def install():
     class FusedLinearForPPO(torch_functional.FusedLinearForPPO):
         forward = _forward
 
-    module, function = torch_functional.FusedLinearForPPO, kernel.linear_cross_entropy
-    ours = functools.partial(_linear_cross_entropy, function)
-    pairs = [(module, FusedLinearForPPO), (function, ours)]
-    known = zip((module, kernel.LinearCrossEntropy), (FusedLinearForPPO, ours), strict=True)
-    return Installation("verl", pairs, known=(same_parameters("verl", *pair) for pair in known))
+    ours = functools.partial(_linear_cross_entropy, kernel.linear_cross_entropy)
+    module = torch_functional.FusedLinearForPPO, FusedLinearForPPO
+    # The function is the `apply` of this class, and does not tell its parameters.
+    known = (same_parameters("verl", *pair) for pair in (module, (kernel.LinearCrossEntropy, ours)))
+    return Installation("verl", [module, (kernel.linear_cross_entropy, ours)], known=known)
 
 
 def _forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):

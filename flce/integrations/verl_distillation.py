@@ -16,9 +16,7 @@ def install():
     The student is fused in addition: ``flce.fuse(module, when="always")`` of what the engine's
     `_build_module` returns. Logits that are none of a fused model remain verl's own. Log p is
     float32 at least; the metrics `overlap_ratio` and `overlap_token_advantage`, which need the
-    student's own K classes, are left out.
-
-    Returns and raises as `flce.integrations` says.
+    student's own K classes, are left out. Returns and raises as `flce.integrations` says.
     """
     from verl.trainer.distillation.fsdp import losses
 
