@@ -5,6 +5,8 @@ import importlib.metadata
 import inspect
 import sys
 
+from flce.validate import refuse
+
 _calls = collections.defaultdict(collections.Counter)
 
 
@@ -50,17 +52,12 @@ class Installation:
             ImportError: a function has other parameters.
         """
         if any(hasattr(original, "flce_original") for original, _ in pairs):
-            raise RuntimeError(
-                f"flce.integrations.{package}: expected {package} without flce, got an earlier "
-                "install(); call remove() of its handle first"
-            )
+            got = "an earlier install(); call remove() of its handle first"
+            refuse(f"flce.integrations.{package}", f"{package} without flce", got, RuntimeError)
         for distribution, name, parameters, found in known:
             if parameters != found:
-                version = importlib.metadata.version(distribution)
-                raise ImportError(
-                    f"{distribution}: expected a version whose {name} takes {parameters}, got "
-                    f"{version} with {found}"
-                )
+                got = f"{importlib.metadata.version(distribution)} with {found}"
+                refuse(distribution, f"a version whose {name} takes {parameters}", got, ImportError)
         self._pairs, self._package, self._classes = tuple(pairs), package, classes
         self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:

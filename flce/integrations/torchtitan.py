@@ -32,8 +32,7 @@ class FlceLoss(ChunkedLossWrapper):
         if type(config.loss_fn) is not CrossEntropyLoss.Config:
             refuse("loss_fn", "CrossEntropyLoss.Config", type(config.loss_fn).__qualname__)
         super().__init__(config, compile_config=compile_config)
-        names = ("softcap", "z_loss", "max_memory")
-        self.options = {name: getattr(config, name) for name in names}
+        self.options = {name: getattr(config, name) for name in ("softcap", "z_loss", "max_memory")}
 
     def set_lm_head(self, lm_head):
         """Makes the head, an nn.Linear, return the loss where it is called with labels; TypeError
