@@ -160,8 +160,7 @@ class Node:
         logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
         if logits is not None:
             return steps.applied(record.tail, logits) if record.tail else logits.clone()
-        product = functools.partial(steps.logits_of, record.steps, real_logits)
-        logits = call_through(record.sources, product)
+        logits = call_through(record.sources, functools.partial(_real_logits, record.steps))
         record.rows.real = None if is_compiling() else (record.steps, logits)
         return steps.applied(record.tail, logits)
 
@@ -188,9 +187,13 @@ class Node:
         torch.autograd.backward(value, gradient, retain_graph=True)
 
 
-def real_logits(linear, x):
-    """The real logits; of a head that is not fused any more, too."""
-    return linear.compute_logits(x) if fusion_in(linear) is not None else linear(x)
+def _real_logits(steps_after, sources):
+    """Of heads that are not fused any more, too."""
+    made = []
+    for linear, x, own in sources:
+        product = linear(x) if fusion_in(linear) is None else linear.compute_logits(x)
+        made.append(steps.applied(own, product))
+    return steps.applied(steps_after, sum(made[1:], made[0]))
 
 
 def node_of(value):

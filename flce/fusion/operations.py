@@ -174,21 +174,17 @@ def _transpose(function, node, args, kwargs):
 def _split_index(index, dims):
     """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
     part of the index is not known or the classes' dimension moves."""
-    index = index if isinstance(index, tuple) else (index,)
-    rest = dims - sum([_dims_taken(item) for item in index])
+    index, rest = index if isinstance(index, tuple) else (index,), dims
+    for item in index:
+        if isinstance(item, torch.Tensor) and node_of(item) is None:
+            rest -= item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
+        elif item is not None and item is not Ellipsis:
+            require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
+            rest -= 1
     at = [*[item is Ellipsis for item in index], True].index(True)
     index = (*index[:at], *[slice(None)] * rest, *index[at + 1 :])
     require(rest >= 0 and isinstance(index[-1], slice))
     return index[:-1], index[-1]
-
-
-def _dims_taken(item):
-    if item is None or item is Ellipsis:
-        return 0
-    if isinstance(item, torch.Tensor) and node_of(item) is None:
-        return item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
-    require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
-    return 1
 
 
 @handles("__getitem__", forms=(*_ROWS, SPLIT))

@@ -137,12 +137,6 @@ def applied(steps, value):
     return value
 
 
-def logits_of(steps, product, sources):
-    """The real logits. `product(linear, x)`: the real output of a source's nn.Linear."""
-    first, *others = [applied(s.steps, product(s.linear, s.x)) for s in sources]
-    return applied(steps, sum(others, first))
-
-
 def operands(record, dtype, cuts_weight):
     """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
     record's logits. dtype: of the logits that the sources make, to which several are cast.
