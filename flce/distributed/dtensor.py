@@ -9,7 +9,7 @@ from .. import validate
 from ..validate import is_dtensor
 from .parallel import VocabParallel
 
-# Those of the teacher: of linear_divergence.
+# From teacher_input on, of linear_divergence alone.
 _OPERANDS = ("input", "linear_weight", "target", "teacher_input", "teacher_weight", "teacher_bias")
 _OPERANDS += ("teacher_temperature", "numbers")
 _contiguous = functools.partial(torch.clone, memory_format=torch.contiguous_format)
@@ -65,8 +65,7 @@ def local_call(name, operands, settings):
     _check_call(given, first)
     input, weight, *_ = operands
     mesh, whole, sharded = weight.device_mesh, Replicate(), Shard(0)
-    # Of what has to be a DTensor, or, of a teacher, may be one: it may be the same on all ranks, as
-    # any other tensor is.
+    # Of what has to be a DTensor; a teacher may be one. Others are the same on all ranks.
     placements = {"input": (whole, sharded)}
     placements |= dict.fromkeys(("adapter_input", "teacher_input"), input.placements)
     placements |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))

@@ -14,7 +14,7 @@ _SCALED_OPTIONS |= {"return_entropy": False, "selected_token_ids": None}
 
 def install():
     """Makes every call of Liger's fused linear cross entropy run flce: its function, its Module,
-    the forwards which `apply_liger_kernel_to_*` puts into models, and the scaled function (0.8.2).
+    the forwards which `apply_liger_kernel_to_*` puts into models; since 0.8.2 the scaled one too.
 
     Values and gradients are those of `flce.compat.liger`. Returns and raises as `flce.integrations`
     says.
