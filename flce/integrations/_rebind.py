@@ -45,11 +45,8 @@ class Installation:
         """`pairs`: (original, ours), which gets the original as its `flce_original`. Every imported
         module's global that is the original becomes ours, and every attribute of `classes`; a later
         import takes it from the modules that were changed. `known`: (distribution, name of a
-        function, the parameters that flce knows, those found); not read where flce is installed.
-
-        Raises:
-            RuntimeError: flce is installed there already.
-            ImportError: a function has other parameters.
+        function, the parameters that flce knows, those found), read after the check for an earlier
+        install. RuntimeError: flce is installed already; ImportError: there are other parameters.
         """
         if any(hasattr(original, "flce_original") for original, _ in pairs):
             got = "an earlier install(); call remove() of its handle first"
@@ -65,8 +62,7 @@ class Installation:
             _rebind(original, ours, self._classes)
 
     def remove(self):
-        """Binds the originals again, also where ours were imported since. A second call has no
-        effect."""
+        """Binds the originals again, where ours were imported since too; only the first call."""
         pairs, self._pairs = self._pairs, ()
         for original, ours in pairs:
             _rebind(ours, original, self._classes)

@@ -6,8 +6,7 @@ from flce.compat import cce as compat
 
 from ._rebind import Installation, is_ours, parameters_of
 
-# Options for distributed weights, which flce does not have; zero3_params exists only in Axolotl's
-# fork.
+# Options for distributed weights, which flce does not have; zero3_params is of Axolotl's fork.
 _ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
 _KNOWN = (*parameters_of(compat.linear_cross_entropy), "zero3_params")
 

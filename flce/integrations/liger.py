@@ -45,12 +45,11 @@ class Replacement:
     def known(self):
         """As for Installation: the calls are positional, so the parameters of Liger's must be the
         first ones of ours."""
-        name = self.original.__name__
         found = parameters_of(getattr(self.original, "forward", self.original.apply))
+        known = f"{self.names}, at least up to {self.last_required}"
         if found == self.names[: len(found)] and self.last_required in found:
-            return "liger_kernel", name, found, found
-        expected = f"{self.names}, at least up to {self.last_required}"
-        return "liger_kernel", name, expected, found
+            known = found
+        return "liger_kernel", self.original.__name__, known, found
 
     def apply(self, *args, **options):
         """As `call`; Liger's own runs for devices other than CPU and CUDA too."""

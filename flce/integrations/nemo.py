@@ -18,11 +18,9 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
     Args:
         ignore_index, reduction ("sum", "mean" or "none"): as flce.linear_cross_entropy.
         logit_softcapping: the softcap; 0 for none.
-        **options: further options of flce's Modules, such as z_loss and max_memory; not `shift`
-            and `accumulate_into`: AutoModel shifts the labels before the loss, and a gathered
-            weight is no leaf.
-
-    Raises TypeError for an unknown option.
+        **options: further options of flce's Modules, such as z_loss and max_memory, else
+            TypeError; not `shift` and `accumulate_into`: AutoModel shifts the labels before the
+            loss, and a gathered weight is no leaf.
     """
 
     def __init__(self, ignore_index=-100, logit_softcapping=0, reduction="sum", **options):

@@ -60,6 +60,5 @@ def _fused_vocab_parallel_entropy_from_hidden(
 
 def _made(hidden, weight, target, tp_group, **options):
     is_ours("skyrl")
-    shards = flce.VocabParallel(tp_group, reduce_input_grad=False)
-    hidden = hidden.to(weight.dtype)
-    return flce.linear_logprobs(hidden, weight, target, vocab_parallel=shards, **options)
+    options["vocab_parallel"] = flce.VocabParallel(tp_group, reduce_input_grad=False)
+    return flce.linear_logprobs(hidden.to(weight.dtype), weight, target, **options)

@@ -17,10 +17,8 @@ class FuseCallback(TrainerCallback):
         head, strict, **options: as in `flce.fuse`. when="always" serves a compute_loss_func that
             calls F.cross_entropy.
 
-    Attributes:
-        handle: what `flce.fuse` returned last; None before the Trainer is made.
-
-    Raises: as `flce.fuse`, and ValueError where the Trainer will use nn.DataParallel.
+    handle: what `flce.fuse` returned last; None before the Trainer is made. Raises as `flce.fuse`,
+    and ValueError where the Trainer will use nn.DataParallel.
     """
 
     def __init__(self, head=None, *, strict=False, **options):

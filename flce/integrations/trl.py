@@ -28,11 +28,10 @@ def install(*, entropy=None):
     already are served too. Its other results, a mean of softcapped logits, weights that DeepSpeed
     ZeRO-3 has split and devices other than CPU and CUDA remain TRL's own.
 
-    Args:
-        entropy: "differentiable", as TRL's, or "detached": a RuntimeError where a loss contains it;
-            with a softcap it keeps 2 bytes a logit on CUDA instead of 4. None: "detached" where a
-            softcap and is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile
-            None is "differentiable", and there is no such error.
+    entropy: "differentiable", as TRL's, or "detached": a RuntimeError where a loss contains it; with
+    a softcap it keeps 2 bytes a logit on CUDA instead of 4. None: "detached" where a softcap and
+    is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile None is
+    "differentiable", and there is no such error.
 
     Returns and raises as `flce.integrations` says, and ValueError for another `entropy`.
     """
@@ -94,10 +93,8 @@ class _Logged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        raise RuntimeError(
-            "entropy: expected a loss without it, got a gradient of it; call "
-            'flce.integrations.trl.install(entropy="differentiable")'
-        )
+        got = 'a gradient of it; call flce.integrations.trl.install(entropy="differentiable")'
+        refuse("entropy", "a loss without it", got, RuntimeError)
 
 
 @torch.no_grad()

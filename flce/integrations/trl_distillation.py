@@ -19,10 +19,8 @@ def install(trainer):
     Logits that are none of a fused model, and reductions other than "batchmean" and "sum", remain
     TRL's own.
 
-    Args:
-        trainer: a class that has the function, such as `trl.experimental.gkd.GKDTrainer`.
-
-    Returns and raises as `flce.integrations` says.
+    trainer: a class that has the function, such as `trl.experimental.gkd.GKDTrainer`. Returns and
+    raises as `flce.integrations` says.
     """
     named = vars(trainer).get(_NAME)
     original = getattr(named, "__func__", None)
