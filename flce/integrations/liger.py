@@ -25,8 +25,7 @@ def install():
     # They differ where Liger has chosen other kernels than Triton's.
     originals = {getattr(ops, _CROSS_ENTROPY), getattr(default, _CROSS_ENTROPY)}
     pairs = [(original, Replacement(original, *_OF_CROSS_ENTROPY)) for original in originals]
-    if hasattr(ops, _SCALED):  # since 0.8.2
-        scaled = getattr(ops, _SCALED)
+    if scaled := getattr(ops, _SCALED, None):  # since 0.8.2
         pairs.append((scaled, Replacement(scaled, *_OF_SCALED)))
     return Installation("liger", pairs, known=(ours.known() for _, ours in pairs))
 
