@@ -29,9 +29,10 @@ def parameters_of(function):
     return tuple(name for name in inspect.signature(function).parameters if name != "ctx")
 
 
-def same_parameters(distribution, original, ours):
-    """Of `known`: the original has to take what ours takes, of the same names in the same order."""
-    return distribution, original.__name__, parameters_of(ours), parameters_of(original)
+def same_parameters(distribution, *pairs):
+    """`known` of an Installation where each original has to take what ours takes, in this order."""
+    for original, ours in pairs:
+        yield distribution, original.__name__, parameters_of(ours), parameters_of(original)
 
 
 class Installation:

@@ -24,9 +24,13 @@ def install():
 
     # They differ where Liger has chosen other kernels than Triton's.
     originals = {getattr(ops, _CROSS_ENTROPY), getattr(default, _CROSS_ENTROPY)}
-    pairs = [(original, Replacement(original, *_OF_CROSS_ENTROPY)) for original in originals]
+    call = compat.LigerFusedLinearCrossEntropyFunction.apply
+    # Before there was return_predicted_tokens, three values were returned.
+    ours = call, "return_predicted_tokens", ("ce_impl", "ce_mode")
+    pairs = [(original, Replacement(original, *ours)) for original in originals]
     if scaled := getattr(ops, _SCALED, None):  # since 0.8.2
-        pairs.append((scaled, Replacement(scaled, *_OF_SCALED)))
+        ours = _scaled_cross_entropy, "return_entropy", ("selected_token_ids",)
+        pairs.append((scaled, Replacement(scaled, *ours)))
     return Installation("liger", pairs, known=(ours.known() for _, ours in pairs))
 
 
@@ -72,11 +76,3 @@ def _scaled_cross_entropy(
     """
     nll = flce.linear_cross_entropy(_input, weight, target, reduction="none", **options)
     return (nll.loss, nll.entropy.to(_input.dtype)) if options["return_entropy"] else nll
-
-
-_OF_CROSS_ENTROPY = (
-    compat.LigerFusedLinearCrossEntropyFunction.apply,
-    "return_predicted_tokens",  # without it three values were returned
-    ("ce_impl", "ce_mode"),
-)
-_OF_SCALED = _scaled_cross_entropy, "return_entropy", ("selected_token_ids",)

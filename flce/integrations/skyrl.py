@@ -23,8 +23,7 @@ def install():
     served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
     # By functools.partial, because remove() rebinds the globals of this module too.
     pairs = [(getattr(module, one.__name__), functools.partial(one)) for one in served]
-    known = (same_parameters("skyrl", *pair) for pair in pairs)
-    return Installation("skyrl", pairs, known=known)
+    return Installation("skyrl", pairs, known=same_parameters("skyrl", *pairs))
 
 
 def _fused_lm_head_logprob_apply(

@@ -31,9 +31,8 @@ def install(*, entropy=None):
     entropy: "differentiable", as TRL's, or "detached": a RuntimeError where a loss contains it;
     with a softcap it keeps 2 bytes a logit on CUDA instead of 4. None: "detached" where a softcap
     and is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile None is
-    "differentiable", and there is no such error.
-
-    Returns and raises as `flce.integrations` says, and ValueError for another `entropy`.
+    "differentiable", and there is no such error. Returns and raises as `flce.integrations` says,
+    and ValueError for another `entropy`.
     """
     import trl.trainer.utils
 

@@ -13,14 +13,12 @@ _NAME = "generalized_jsd_loss"
 
 
 def install(trainer):
-    """Makes a trainer's `generalized_jsd_loss` one call of `flce.linear_divergence`.
+    """Makes the `generalized_jsd_loss` of a trainer, a class such as TRL's `GKDTrainer`, one call of
+    `flce.linear_divergence`.
 
     The models are fused in addition: ``flce.fuse(student, when="always")``, and the teacher alike.
     Logits that are none of a fused model, and reductions other than "batchmean" and "sum", remain
-    TRL's own.
-
-    trainer: a class that has the function, such as `trl.experimental.gkd.GKDTrainer`. Returns and
-    raises as `flce.integrations` says.
+    TRL's own. Returns and raises as `flce.integrations` says.
     """
     named = vars(trainer).get(_NAME)
     original = getattr(named, "__func__", None)
@@ -38,22 +36,19 @@ def _generalized_jsd_loss(
     beta=0.5,
     temperature=1.0,
     reduction="batchmean",
-    num_items_in_batch=None,
     **others,
 ):
     """TRL's, whose beta is flce's: 0 is the forward KL, 1 the reverse one."""
     both = [node_of(logits / temperature) for logits in (student_logits, teacher_logits)]
-    total = None
-    if None not in both and reduction in ("batchmean", "sum") and not any(others.values()):
+    num_items, total = others.get("num_items_in_batch"), None
+    asks_more = any(value for name, value in others.items() if name != "num_items_in_batch")
+    if None not in both and reduction in ("batchmean", "sum") and not asks_more:
         name, weight = {0: ("forward_kl", 0.5), 1: ("reverse_kl", 0.5)}.get(beta, ("jsd", beta))
         with contextlib.suppress(Unknown):
             total = divergence(*both, name, "sum", labels, weight)
     if not is_ours("trl_distillation", total is not None):
-        if num_items_in_batch is not None:
-            others["num_items_in_batch"] = num_items_in_batch
         given = labels, beta, temperature, reduction
         return original(student_logits, teacher_logits, *given, **others)
-    if num_items_in_batch is None and reduction == "batchmean":
-        rows = None if labels is None else (labels != -100).sum().clamp_min(1)
-        num_items_in_batch = len(student_logits) if rows is None else rows
-    return total if num_items_in_batch is None else total / num_items_in_batch
+    if num_items is None and reduction == "batchmean":
+        num_items = len(student_logits) if labels is None else (labels != -100).sum().clamp_min(1)
+    return total if num_items is None else total / num_items

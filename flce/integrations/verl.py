@@ -25,7 +25,7 @@ def install():
     ours = functools.partial(_linear_cross_entropy, kernel.linear_cross_entropy)
     module = torch_functional.FusedLinearForPPO, FusedLinearForPPO
     # The function is the `apply` of this class, and does not tell its parameters.
-    known = (same_parameters("verl", *pair) for pair in (module, (kernel.LinearCrossEntropy, ours)))
+    known = same_parameters("verl", module, (kernel.LinearCrossEntropy, ours))
     return Installation("verl", [module, (kernel.linear_cross_entropy, ours)], known=known)
 
 

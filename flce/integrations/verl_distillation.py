@@ -21,9 +21,8 @@ def install():
     from verl.trainer.distillation.fsdp import losses
 
     original = losses.compute_forward_kl_topk
-    ours = functools.partial(_forward_kl_topk, original)
-    known = (same_parameters("verl", *pair) for pair in [(original, ours)])
-    return Installation("verl_distillation", [(original, ours)], known=known)
+    pair = original, functools.partial(_forward_kl_topk, original)
+    return Installation("verl_distillation", [pair], known=same_parameters("verl", pair))
 
 
 def _forward_kl_topk(
