@@ -13,8 +13,8 @@ _NAME = "generalized_jsd_loss"
 
 
 def install(trainer):
-    """Makes the `generalized_jsd_loss` of a trainer, a class such as TRL's `GKDTrainer`, one call of
-    `flce.linear_divergence`.
+    """Makes the `generalized_jsd_loss` of a trainer, a class such as TRL's `GKDTrainer`, one call
+    of `flce.linear_divergence`.
 
     The models are fused in addition: ``flce.fuse(student, when="always")``, and the teacher alike.
     Logits that are none of a fused model, and reductions other than "batchmean" and "sum", remain
