@@ -394,6 +394,14 @@ def test_cce_without_valid_tokens(device):
     assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (e, c)))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_cce_of_a_single_token(device, reduction):
+    e, c, _, y = make("indices", device, batch=())
+    loss, lse = cce.linear_cross_entropy(e, c, y, reduction=reduction, return_lse=True)
+    rows, expected, _ = cce_truth(e, c, y)
+    agree(loss + 3 * lse, rows + 3 * expected, (e, c))
+
+
 def test_cces_impls(device):
     e, c, _, y = make("indices", device, batch=(2, 5))
     plain = cce.linear_cross_entropy(e, c, y)

@@ -165,7 +165,7 @@ def test_compile_fullgraph(only_flce):
 # ---- install() ----
 
 
-KNOWN = list(inspect.signature(ours.CrossEntropyFunction.call).parameters)
+KNOWN = list(inspect.signature(compat.LigerFusedLinearCrossEntropyFunction.apply).parameters)
 
 
 @pytest.mark.parametrize(

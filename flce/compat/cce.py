@@ -55,10 +55,9 @@ def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_inde
     check_tensor("targets", targets)
     sums_in_float32 = _checked(options) or options["accum_c_fp32"]
     shift = _check_shift(options["shift"], targets)
-    # flce shifts the rows of inputs with three dimensions or more: one sequence is a batch of 1.
-    alone = shift > 0 and targets.dim() == 1
-    if alone:
-        e, targets = e.unsqueeze(0), targets.unsqueeze(0)
+    kept = targets.shape[-1] - shift if shift else None  # the positions that have a target
+    if shift and targets.dim() == 1:  # flce shifts the rows of inputs with three dimensions or more
+        e, targets, shift = e[:kept], targets[shift:], 0
     made = flce.linear_cross_entropy(
         e,
         c,
@@ -71,16 +70,9 @@ def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_inde
         accum_dtype=torch.float32 if sums_in_float32 and c.dtype != torch.float64 else None,
         return_lse=options["return_lse"],
     )
-    loss, lse = (made.loss, made.lse) if options["return_lse"] else (made, None)
-    if reduction == "none":
-        loss = _without_tail(loss, shift, alone)
-    return loss if lse is None else (loss, _without_tail(lse, shift, alone))
-
-
-def _without_tail(rows, shift, alone):
-    """(..., T) -> (..., T - shift): only the positions that have a target."""
-    rows = rows[..., : rows.shape[-1] - shift]
-    return rows.squeeze(0) if alone else rows
+    outputs = (made.loss, made.lse) if options["return_lse"] else (made,)
+    outputs = tuple(one[..., :kept] if one.dim() else one for one in outputs)
+    return outputs if options["return_lse"] else outputs[0]
 
 
 def _checked(options):

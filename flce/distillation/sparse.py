@@ -5,16 +5,8 @@ import math
 
 import torch
 
-from .. import functional
+from .. import functional, validate
 from ..options import CHOICES, check_names, code_of, ignore_index_of
-from ..validate import (
-    check_constant,
-    check_number,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    refuse,
-)
 
 TAILS = ("class", "renormalize")
 _NOTHING = -1e4  # log-probability of an absent class: finite, so 0 times it is 0; its exp is 0
@@ -42,34 +34,34 @@ def _divergence_of(log_p, log_q, divergence, beta):
 
 
 def _check(input, ids, logprobs, factor):
-    check_tensor("input", input)
-    check_tensor("ids", ids)
-    for name, tensor in (("teacher_logits", logprobs), ("token_weight", factor)):
-        if tensor is not None:
-            check_tensor(name, tensor)
-            check_constant(name, tensor)
-            check_same_device(name, tensor, "input", input)
-    code_of("teacher_logits", logprobs.dtype)
-    check_shape("teacher_logits", logprobs, ids.shape, ", that of the ids")
+    validate.check_tensor("input", input)
+    validate.check_tensor("ids", ids)
+    given = [("teacher_logits", logprobs, ids.shape, ", that of the ids")]
     if factor is not None:
-        check_shape("token_weight", factor, ids.shape[:-1], ", a number for each row of input")
+        given.append(("token_weight", factor, ids.shape[:-1], ", a number for each row of input"))
+    for name, tensor, *shape in given:
+        validate.check_tensor(name, tensor)
+        validate.check_constant(name, tensor)
+        validate.check_same_device(name, tensor, "input", input)
+        validate.check_shape(name, tensor, *shape)
+    code_of("teacher_logits", logprobs.dtype)
 
 
 def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tail, options):
     """The loss as linear_divergence returns it; `options`: the student's."""
     options = dict(options)
     if tail not in TAILS:
-        refuse("tail", f"one of {TAILS}", repr(tail))
-    if not 0.0 < check_number("beta", beta) < 1.0:
-        refuse("beta", "0 < beta < 1", beta)
+        validate.refuse("tail", f"one of {TAILS}", repr(tail))
+    if not 0.0 < validate.check_number("beta", beta) < 1.0:
+        validate.refuse("beta", "0 < beta < 1", beta)
     reduction = options.pop("reduction", "mean")
     if reduction not in CHOICES["reduction"]:
-        refuse("reduction", f"one of {CHOICES['reduction']}", repr(reduction))
+        validate.refuse("reduction", f"one of {CHOICES['reduction']}", repr(reduction))
     factor, items = options.pop("token_weight", None), options.pop("num_items", None)
     known = {n: o for n, o in functional.OF_DIVERGENCE.items() if n not in ("shift", "cu_seqlens")}
     check_names("linear_divergence", known, options)
-    if options.get("gradient", "exact") != "exact":
-        refuse("gradient", '"exact" with (ids, log-probabilities)', repr(options["gradient"]))
+    if (gradient := options.get("gradient", "exact")) != "exact":
+        validate.refuse("gradient", '"exact" with (ids, log-probabilities)', repr(gradient))
     _check(input, ids, logprobs, factor)
     made = functional.logprobs_at_of(input, linear_weight, ids, options)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))

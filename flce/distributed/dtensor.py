@@ -9,14 +9,9 @@ from .. import validate
 from ..validate import is_dtensor
 from .parallel import VocabParallel
 
-_OPERANDS = {
-    "cross_entropy": ("logits", "target"),
-    "linear_cross_entropy": ("input", "linear_weight", "target"),
-}
-_OPERANDS["linear_divergence"] = (
-    *_OPERANDS["linear_cross_entropy"],
-    *("teacher_input", "teacher_weight", "teacher_bias", "teacher_temperature", "numbers"),
-)
+# From teacher_input on, of linear_divergence alone.
+_OPERANDS = ("input", "linear_weight", "target", "teacher_input", "teacher_weight", "teacher_bias")
+_OPERANDS += ("teacher_temperature", "numbers")
 _contiguous = functools.partial(torch.clone, memory_format=torch.contiguous_format)
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
@@ -61,7 +56,7 @@ def local_call(name, operands, settings):
     """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
     from torch.distributed.tensor import Replicate, Shard
 
-    names = _OPERANDS[name]
+    names = ("logits", "target") if name == "cross_entropy" else _OPERANDS[: len(operands)]
     given = dict(zip(names, operands, strict=True)) | settings
     first = next(one for one, value in given.items() if is_dtensor(value))
     if name == "cross_entropy":
@@ -70,18 +65,16 @@ def local_call(name, operands, settings):
     _check_call(given, first)
     input, weight, *_ = operands
     mesh, whole, sharded = weight.device_mesh, Replicate(), Shard(0)
-    # Of what has to be a DTensor; any other tensor is the same on all ranks.
-    placements = {"input": (whole, sharded), "adapter_input": input.placements}
+    # Of what has to be a DTensor; a teacher may be one. Others are the same on all ranks.
+    placements = {"input": (whole, sharded)}
+    placements |= dict.fromkeys(("adapter_input", "teacher_input"), input.placements)
     placements |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))
-    # A teacher may be the same on all ranks, or divided as the student is.
-    teacher = {"teacher_input": input.placements}
-    teacher |= dict.fromkeys(("teacher_weight", "teacher_bias"), (whole, sharded))
+    placements |= dict.fromkeys(("teacher_weight", "teacher_bias"), (whole, sharded))
     for name, value in given.items():
-        allowed = placements.get(name, teacher.get(name, (whole,)))
+        allowed = placements.get(name, (whole,))
+        fits = value is None or name not in placements or name.startswith("teacher")
         if is_dtensor(value):
             fits = value.device_mesh == mesh and value.placements in [(one,) for one in allowed]
-        else:
-            fits = value is None or name not in placements
         if not fits:
             expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} on {mesh}"
             validate.refuse(name, f"{expected}, that of linear_weight", shown(value))

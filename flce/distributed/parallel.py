@@ -64,13 +64,13 @@ class VocabParallel:
         reduce_dtype=None,
     ):
         group = process_group("vocab_parallel", group)
-        validate.check_flag("sequence", sequence)
-        validate.check_flag("reduce_input_grad", reduce_input_grad)
+        self.sequence = validate.check_flag("sequence", sequence)
+        self.reduce_input_grad = validate.check_flag("reduce_input_grad", reduce_input_grad)
         if vocab is not None:
             validate.check_integer("vocab", vocab, 1)
+        elif start is not None:
+            validate.refuse("vocab", "the number of all classes with start", None)
         if start is not None:
-            if vocab is None:
-                validate.refuse("vocab", "the number of all classes with start", None)
             validate.check_integer("start", start, 0, vocab)
         if sequence and not reduce_input_grad:
             validate.refuse("reduce_input_grad", "True with sequence=True", False)
@@ -79,8 +79,7 @@ class VocabParallel:
         wide = reduce_dtype is not None
         if wide and not reduce_input_grad:
             validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
-        self.start, self.vocab, self.sequence = start, vocab, sequence
-        self.reduce_input_grad, self.reduce_dtype = reduce_input_grad, reduce_dtype
+        self.start, self.vocab, self.reduce_dtype = start, vocab, reduce_dtype
         self.group, self.ranks, self.rank = group.group_name, group.size(), group.rank()
         # As the operators take it: the group's name and the integers of options.SHARD.
         values = self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide

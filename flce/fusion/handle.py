@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import composite
 from ..options import check_names
+from ..validate import refuse
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
@@ -95,14 +96,13 @@ class Fusion(contextlib.AbstractContextManager):
         return self._is_attached
 
     def attach(self, found):
-        """Makes the heads [(name, Module)] defer where they can."""
         for name, module in found:
             if reason := heads.attach(self, name, module):
                 self.refused.append((name, reason))
-                continue
-            self._is_attached = True
-            parent, _, child = name.rpartition(".")
-            self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
+            else:
+                self._is_attached = True
+                parent, _, child = name.rpartition(".")
+                self._places.append((name, weakref.ref(self.model.get_submodule(parent)), child))
         attached = {module for _, module, _ in self.attached()}
         # The model, and what contains a head and takes labels: a wrapper may call it directly.
         for caller in self.model.modules() if attached else ():
@@ -184,10 +184,10 @@ class Fusion(contextlib.AbstractContextManager):
         weights = [p for linear in self.linears for p in linear._parameters.values()]
         weights = [p for p in weights if p is not None and (p.requires_grad or p.grad is not None)]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
-        if _steps(optimizer, weights) or any(hasattr(p, "ds_id") for p in weights):
+        if _is_stepped(weights, optimizer) or any(hasattr(p, "ds_id") for p in weights):
             self.last_step = object()
         model = None if self.losses else self.model
-        if model is not None and _steps(optimizer, model.parameters()):
+        if model is not None and _is_stepped(model.parameters(), optimizer):
             self.tell_if_unused()
 
     def tell_if_unused(self):
@@ -253,8 +253,7 @@ class Fusion(contextlib.AbstractContextManager):
             )
 
 
-def _steps(optimizer, parameters):
-    """Whether an optimizer steps any of the parameters."""
+def _is_stepped(parameters, optimizer):
     known = {id(p) for p in parameters}
     return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
 
@@ -331,13 +330,13 @@ def fuse(model, head=None, *, when="labels", strict=False, **options):
     <flce.fuse of ModuleDict: attached, no loss computed yet>
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"flce.fuse: model: expected an nn.Module, got {type(model).__name__}")
+        refuse("flce.fuse: model", "an nn.Module", type(model).__name__, TypeError)
     if isinstance(model, nn.DataParallel):
         raise ValueError(f"flce.fuse: {heads.DATA_PARALLEL}")
     while hasattr(model, "_orig_mod"):  # of torch.compile(model), which is no part of its graphs
         model = model._orig_mod
     if when not in ("labels", "always"):
-        raise ValueError(f'flce.fuse: when: expected "labels" or "always", got {when!r}')
+        refuse("flce.fuse: when", '"labels" or "always"', repr(when))
     check_names("flce.fuse", _OPTIONS, options)
     composite.check_options(options, 1 << 20)
     fusion = Fusion(model, when, strict, options)
@@ -404,5 +403,5 @@ def explain(model):
     False
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"flce.explain: model: expected an nn.Module, got {type(model).__name__}")
+        refuse("flce.explain: model", "an nn.Module", type(model).__name__, TypeError)
     return Explanation(model)

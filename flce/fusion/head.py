@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from ..validate import function_transforms_are_on, is_dtensor
+from ..validate import function_transforms_are_on, is_dtensor, refuse
 from . import proxies, reentry, steps
 from .node import HeadCall, Node, Snapshot
 from .reentry import enclosing_of, foreign_hook, fusion_in
@@ -45,14 +45,12 @@ class _Deferring(Reentrant):
 
     def __call__(self, *args, **kwargs):
         # torch.compile inlines forward without __call__ where there are no hooks.
-        if not is_compiling() and _defers(self, args, kwargs):
-            return _deferred(self, args[0])
-        return super().__call__(*args, **kwargs)
+        made = None if is_compiling() else _deferred(self, args, kwargs)
+        return super().__call__(*args, **kwargs) if made is None else made
 
     def forward(self, *args, **kwargs):
-        if is_compiling() and _defers(self, args, kwargs):
-            return _deferred(self, args[0])
-        return super().forward(*args, **kwargs)
+        made = _deferred(self, args, kwargs) if is_compiling() else None
+        return super().forward(*args, **kwargs) if made is None else made
 
     def compute_logits(self, x):
         """The real logits, without hooks."""
@@ -66,21 +64,27 @@ class _Deferring(Reentrant):
         return super().forward(x)
 
 
-def _defers(linear, args, kwargs):
-    """Whether this call of the head defers. Counts the call, and tells why it falls back."""
+def _deferred(linear, args, kwargs):
+    """The deferred product of this call of the head; None where it is not to be deferred. Counts
+    the call, and tells why it falls back."""
     fusion = linear._flce_fusion
-    if len(args) != 1:  # a Request, or arguments that nn.Linear refuses
-        return False
-    if not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
-        return False
+    # Two arguments: a Request, or what nn.Linear refuses.
+    if len(args) != 1 or not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
+        return None
     if "_is_replica" in linear.__dict__:
         raise RuntimeError("flce.fuse: " + DATA_PARALLEL)
-    x = args[0]
+    (x,) = args
     if isinstance(x, torch.Tensor) and (x.is_meta or not x.is_floating_point() or x.dim() == 0):
-        return False
+        return None
     if reason := _unsupported_call(linear, x):
-        fusion.fall_back(reason)
-    return reason is None
+        return fusion.fall_back(reason)
+    weight, bias = linear.weight, linear.bias
+    grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    grad, device = torch.is_grad_enabled() and grad, x.device if weight.is_meta else weight.device
+    call = HeadCall(fusion, proxies.proxy_of, device, grad, [Snapshot(linear, x)])
+    shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
+    sources = (steps.Source(linear, x),)
+    return call.proxy(Node(call, steps.Record(sources, (), shape, dtype, steps.Rows())))
 
 
 def _exports():
@@ -120,29 +124,17 @@ DATA_PARALLEL = (
 )
 
 
-def _deferred(linear, x):
-    weight, bias = linear.weight, linear.bias
-    grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    grad, device = torch.is_grad_enabled() and grad, x.device if weight.is_meta else weight.device
-    snapshots = [Snapshot(linear, x, weight, bias)]
-    call = HeadCall(linear._flce_fusion, proxies.proxy_of, device, grad, snapshots)
-    shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
-    sources = (steps.Source(linear, x),)
-    return call.proxy(Node(call, steps.Record(sources, (), shape, dtype, steps.Rows())))
-
-
 @functools.cache
 def _class_of(base, mixin):
     """`base` with the mixin in front, under the name of `base`."""
     attributes = {"__module__": base.__module__, "__reduce_ex__": _reduce, "_flce_base": base}
-    return type(base.__name__, (mixin, base), attributes)
+    return type(base.__name__, (mixin, base), attributes | {"_flce_mixin": mixin})
 
 
 def _reduce(module, protocol):
     """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
-    mixin = _Deferring if isinstance(module, _Deferring) else Reentrant
     state = {name: value for name, value in module.__dict__.items() if name != "_flce_enclosing"}
-    return _rebuilt, (module._flce_base, mixin), state
+    return _rebuilt, (module._flce_base, module._flce_mixin), state
 
 
 def _rebuilt(base, mixin):
@@ -177,8 +169,7 @@ def attach(fusion, name, enclosing):
         linear._flce_fusion, linear._flce_name = fusion, name
         linear._flce_enclosing = weakref.ref(enclosing)
         fusion.linears[linear] = None
-    if all(enclosing is not linear for linear in linears):
-        _mix_in(enclosing, Reentrant)
+    _mix_in(enclosing, Reentrant)
     return None
 
 
@@ -202,8 +193,8 @@ def is_standard_linear(module):
 
 def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
-    fusions = (fusion for module in model.modules() if (fusion := fusion_in(module)) is not None)
-    return next((fusion for fusion in fusions if fusion.is_attached()), None)
+    fusions = map(fusion_in, model.modules())
+    return next((one for one in fusions if one is not None and one.is_attached()), None)
 
 
 def heads_of(model, head=None):
@@ -229,8 +220,7 @@ def _named(model, head):
         if module is head or name == head:
             return name, module
     got = repr(head) if isinstance(head, str) else type(head).__name__
-    expected = f"a Module of the model, its name, or a list of these, got {got}"
-    raise ValueError(f"flce.fuse: head: expected {expected}")
+    refuse("flce.fuse: head", "a Module of the model, its name, or a list of these", got)
 
 
 def linears_of(head):

@@ -1,4 +1,4 @@
-"""Losses of deferred logits, by flce.linear_cross_entropy inside the heads' Modules."""
+"""Losses of deferred logits, by calls of flce inside the heads' Modules."""
 
 import inspect
 
@@ -6,17 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
+from ..distillation import linear_divergence
 from ..functional import linear_cross_entropy
-from ..options import DTYPES, LinearCrossEntropyOutput
+from ..options import DTYPES, OF_DIVERGENCE, LinearCrossEntropyOutput
 from . import sharded, steps
 from .node import node_of
 from .reentry import call_through
 from .steps import require
 
+# Of the values of save, flce.fuse's "stats" alone applies to a divergence.
+_OF_DIVERGENCE = {*OF_DIVERGENCE} - {"save"}
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
 
 
-def unsupported(record, target, chosen):
+def _unsupported(record, chosen, has_probabilities=False):
     """Why flce cannot compute a loss of the record with `chosen`, options given to flce.fuse, or
     None. To be asked inside the Modules' hooks, where a sharded weight is whole."""
     sources = record.sources
@@ -28,7 +31,7 @@ def unsupported(record, target, chosen):
             return f"the head multiplies {x.dtype} by {weight.dtype}"
         if weight.is_meta:
             return "the head's weight is on the meta device"
-        if is_sharded and (reason := sharded.unsupported(record, target, chosen)):
+        if is_sharded and (reason := sharded.unsupported(record, chosen, has_probabilities)):
             return reason
     if len(sources) > 1 and chosen.get("accumulate_into") is not None:
         if torch.is_grad_enabled() and sources[0].linear.weight.requires_grad:
@@ -36,7 +39,7 @@ def unsupported(record, target, chosen):
     return None
 
 
-def computed(call, record, run):
+def _computed(call, record, run):
     """run(sources) in the modes of the head's call; None means that real logits are needed."""
     call.check(False)
     with call.entered(call.grad and torch.is_grad_enabled()):
@@ -54,18 +57,18 @@ def _fused(call, record, target, options, dropped=()):
     chosen = {name: value for name, value in call.fusion.options.items() if name not in dropped}
 
     def run(sources):
-        received = record.changed(sources=sources)
-        if reason := unsupported(received, target, chosen):
+        received, has_probabilities = record.changed(sources=sources), target.is_floating_point()
+        if reason := _unsupported(received, chosen, has_probabilities):
             return call.fusion.fall_back(reason)
         dtype = call.product_dtype(sources[0].x)
-        cuts_weight = options.get("weight") is not None or target.is_floating_point()
+        cuts_weight = has_probabilities or options.get("weight") is not None
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
         given = {"linear_bias": bias, **derived, **options, **chosen}
         made = linear_cross_entropy(sharded.replicated(x, weight), weight, target, **given)
         call.fusion.note_loss(steps.key_of(record))
         return made
 
-    return computed(call, record, run)
+    return _computed(call, record, run)
 
 
 def cross_entropy(function, node, args, kwargs):
@@ -108,7 +111,7 @@ def statistic(call, record, name, target=None):
     classes), "log_p" of the target; of K targets "class_logits", (..., K). A call for one gives the
     first two, if cheap, for all Records of the same rows, of some of them and of pieces of them."""
     rows, key = record.rows, name if target is None else _key(target)
-    grad = call.grad and call.requires_grad and torch.is_grad_enabled()
+    grad = call.requires_grad and torch.is_grad_enabled()
     found = rows.found(key)
     if found is not None and found.requires_grad >= grad:
         return found if grad else found.detach()
@@ -136,3 +139,57 @@ def statistic(call, record, name, target=None):
     rows.known.update(found if grad else {**found, **rows.known})
     call.loss_is_done = call.loss_is_done or target is not None
     return found.get(name, own)
+
+
+# ---- KL divergences of two heads ----
+
+
+def kl_elements(node, target, _):
+    """F.kl_div of two Nodes, for each class: each is made under the modes of its own call."""
+    is_log = target.record.form() == steps.LOG_P
+    return F.kl_div(node.again(), target.again(), reduction="none", log_target=is_log)
+
+
+def kl_sum(record, reduction):
+    """The sum of `kl_elements` over the classes, of each row or of all ("none" or "sum"). A target
+    with a gradient is the student."""
+    step = next(step for step in record.tail if step.kind == steps.KL)
+    (student, teacher), name = step.replay.args, "forward_kl"
+    if teacher.call.requires_grad:
+        student, teacher, name = teacher, student, "reverse_kl"
+    return divergence(student, teacher, name, reduction)
+
+
+def divergence(student, teacher, name, reduction, target=None, beta=0.5):
+    """flce.linear_divergence of the logits of two Nodes, whatever their forms. target: rows of -100
+    are ignored."""
+    record, other, call = student.record, teacher.record, student.call
+    require(student.is_pending() and teacher.is_pending() and record.shape == other.shape)
+    require(not (teacher.call.requires_grad and torch.is_grad_enabled()))
+    given = call.fusion.options
+    chosen = {k: v for k, v in given.items() if k in _OF_DIVERGENCE or (k, v) == ("save", "stats")}
+    if target is None:
+        chosen.pop("valid_bound", None)
+    calls, records = (call, teacher.call), (record, other)
+
+    def run(*sources):
+        received = [one.changed(sources=given) for one, given in zip(records, sources, strict=True)]
+        dtypes = [one.product_dtype(r.sources[0].x) for one, r in zip(calls, received, strict=True)]
+        reasons = [_unsupported(r, chosen) for r in received]
+        reasons += ["a divergence of an adapter" for r in received if len(r.sources) > 1]
+        reasons += ["teacher and student of other dtypes"] * (dtypes[0] != dtypes[1])
+        if reason := next(filter(None, reasons), None):
+            return call.fusion.fall_back(reason)
+        x, weight, bias, derived = steps.operands(received[0], dtypes[0], True)
+        x_t, weight_t, bias_t, derived_t = steps.operands(received[1], dtypes[1], True)
+        numbers = {f"teacher_{k}": v for k, v in derived_t.items()} | derived | chosen
+        biases = {"linear_bias": bias, "teacher_bias": bias_t}
+        given = {"divergence": name, "beta": beta, "target": target, "reduction": reduction}
+        made = linear_divergence(x, weight, x_t, weight_t, **given, **biases, **numbers)
+        for one, of in zip(calls, records, strict=True):
+            one.fusion.note_loss(steps.key_of(of))
+        return made
+
+    teacher.call.check(False)
+    call.loss_is_done = teacher.call.loss_is_done = True
+    return _computed(call, record, lambda s: call_through(other.sources, lambda t: run(s, t)))

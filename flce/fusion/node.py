@@ -17,12 +17,12 @@ class Snapshot:
     the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which
     torch.compile does not trace and inference tensors do not have; a sample of the elements."""
 
-    def __init__(self, linear, x, weight, bias):
+    def __init__(self, linear, x):
         self.fusion, self.linear = linear._flce_fusion, linear
         self.last_step, named = self.fusion.last_step, {"hidden states": x}
         # Hooks may gather the weight, which changes it: then only the last_step is compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
-            named |= {"weight": weight, "bias": bias}
+            named |= {"weight": linear.weight, "bias": linear.bias}
         self.parts = []  # (name, tensor, version or None, sample or None)
         for name, tensor in named.items():
             if _is_plain(tensor):
@@ -122,15 +122,13 @@ class Node:
 
     def __init__(self, call, record, parent=None, view=None):
         self.call, self.record, self.parent, self.view = call, record, parent, view
-        self.value, self._layout = None, None
+        self.value = None
 
     def layout(self):
         """A meta tensor with the strides of the real value; views of it alias as that would."""
-        if self._layout is None and self.parent is not None:
-            self._layout = self.view(self.parent.layout())
-        elif self._layout is None:
-            self._layout = self.like("meta", self.record.shape)
-        return self._layout
+        if self.parent is not None:
+            return self.view(self.parent.layout())
+        return self.like("meta", self.record.shape)
 
     def like(self, device=None, shape=0):
         """An empty tensor of the value's dtype, and of its device."""
@@ -168,8 +166,7 @@ class Node:
         logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
         if logits is not None:
             return steps.applied(record.tail, logits) if record.tail else logits.clone()
-        product = functools.partial(steps.logits_of, record.steps, real_logits)
-        logits = call_through(record.sources, product)
+        logits = call_through(record.sources, functools.partial(_real_logits, record.steps))
         record.rows.real = None if is_compiling() else (record.steps, logits)
         return steps.applied(record.tail, logits)
 
@@ -196,9 +193,13 @@ class Node:
         torch.autograd.backward(value, gradient, retain_graph=True)
 
 
-def real_logits(linear, x):
-    """The real logits; of a head that is not fused any more, too."""
-    return linear.compute_logits(x) if fusion_in(linear) is not None else linear(x)
+def _real_logits(steps_after, sources):
+    """Of heads that are not fused any more, too."""
+    made = []
+    for linear, x, own in sources:
+        product = linear(x) if fusion_in(linear) is None else linear.compute_logits(x)
+        made.append(steps.applied(own, product))
+    return steps.applied(steps_after, sum(made[1:], made[0]))
 
 
 def node_of(value):
@@ -207,7 +208,6 @@ def node_of(value):
 
 
 def name_of(function):
-    """The name of a torch function in messages."""
     if is_compiling():
         return function.__name__  # resolve_name is not traced
     is_ours = getattr(function, "__module__", None) == "flce.functional"

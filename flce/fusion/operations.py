@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from . import divergence, loss, steps
+from . import loss, steps
 from .node import Node, node_of
 from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 
@@ -147,11 +147,12 @@ def _reshape(function, node, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = node.record, node.record.shape
     require(0 not in old)
-    result = function(node.layout(), *args[1:], **kwargs)
+    layout = node.layout()
+    result = function(layout, *args[1:], **kwargs)
     require(result.dtype == record.dtype)
     shape = tuple(result.shape)
     # While torch.compile traces, writes to logits make them first: nothing has to be shared.
-    is_view = node.layout().is_contiguous() or (not is_compiling() and result._is_view())
+    is_view = layout.is_contiguous() or (not is_compiling() and result._is_view())
     view = (lambda z: z.view(shape)) if is_view else None
     if shape[-1:] == old[-1:]:
         record = record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
@@ -173,21 +174,17 @@ def _transpose(function, node, args, kwargs):
 def _split_index(index, dims):
     """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
     part of the index is not known or the classes' dimension moves."""
-    index = index if isinstance(index, tuple) else (index,)
-    rest = dims - sum([_dims_taken(item) for item in index])
+    index, rest = index if isinstance(index, tuple) else (index,), dims
+    for item in index:
+        if isinstance(item, torch.Tensor) and node_of(item) is None:
+            rest -= item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
+        elif item is not None and item is not Ellipsis:
+            require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
+            rest -= 1
     at = [*[item is Ellipsis for item in index], True].index(True)
     index = (*index[:at], *[slice(None)] * rest, *index[at + 1 :])
     require(rest >= 0 and isinstance(index[-1], slice))
     return index[:-1], index[-1]
-
-
-def _dims_taken(item):
-    if item is None or item is Ellipsis:
-        return 0
-    if isinstance(item, torch.Tensor) and node_of(item) is None:
-        return item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
-    require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
-    return 1
 
 
 @handles("__getitem__", forms=(*_ROWS, SPLIT))
@@ -217,8 +214,7 @@ def _select(function, node, args, kwargs):
 
 
 @handles("split chunk unbind __iter__", forms=_ROWS)
-def _pieces(function, node, args, kwargs):
-    """The pieces of the first dimension."""
+def _pieces_of_first_dimension(function, node, args, kwargs):
     record, at = node.record, 2 if function.__name__ in ("split", "chunk") else 1
     require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))
     stop, made = 0, []
@@ -283,7 +279,7 @@ def _reduced(function, node, args, kwargs):
     dtype = _dtype_by(function, node, given)
     statistic = functools.partial(loss.statistic, node.call, record)
     if form == KL:
-        values = divergence.kl_sum(record, "sum" if is_of_all else "none")
+        values = loss.kl_sum(record, "sum" if is_of_all else "none")
         count = math.prod(record.shape if is_of_all else record.shape[-1:])
         values = values if node.call.grad else values.detach()
         values = values / count if name == "mean" else values
@@ -309,13 +305,13 @@ def _kl_div(function, node, args, kwargs):
     require(target.record.form() == (LOG_P if given["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
     dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
-    replay = functools.partial(divergence.elements, node, target)
+    replay = functools.partial(loss.kl_elements, node, target)
     record = record.then(KL, 1, replay, dtype=dtype)
     if reduction == "none":
-        return (target if divergence.has_gradient(target) else node).then(record)
+        return (target if target.call.requires_grad else node).then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
     require(reduction in count)
-    return (divergence.kl_sum(record, "sum") / count[reduction]).to(dtype)
+    return (loss.kl_sum(record, "sum") / count[reduction]).to(dtype)
 
 
 @handles("argmax")

@@ -58,7 +58,7 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
             if not has_graph:
                 _hook_gradient(proxy, node)
                 try:
-                    return _answered(function, node, operands, kwargs)
+                    return _answered_without_logits(function, node, operands, kwargs)
                 except Unknown:
                     pass
 
@@ -89,8 +89,7 @@ def _is_called_by_hook(proxy, node):
     return gets_loss or not (module._parameters or getattr(module, "_external_params", None))
 
 
-def _answered(function, node, args, kwargs):
-    """The result without real logits."""
+def _answered_without_logits(function, node, args, kwargs):
     handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
     if handler is not None:
         require(arity is None or (len(args) == arity and not kwargs))

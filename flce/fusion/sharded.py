@@ -27,12 +27,12 @@ def is_sharded(linear):
     return is_one and weight.placements[0].is_shard(0)
 
 
-def unsupported(record, target, chosen):
+def unsupported(record, chosen, has_probabilities):
     """Why a loss of the record needs the gathered logits; None if it does not."""
     what = "a vocabulary sharded over ranks"
     if len(record.sources) > 1:
         return f"{what}, with an adapter"
-    if steps.kinds(record.steps) & {steps.BIAS, steps.CLASSES} or target.is_floating_point():
+    if steps.kinds(record.steps) & {steps.BIAS, steps.CLASSES} or has_probabilities:
         return f"{what}, with a bias, a slice of the classes or probabilities"
     if chosen.get("accumulate_into"):
         return f"accumulate_into with {what}"

@@ -102,10 +102,7 @@ class Record(typing.NamedTuple):
         selection can precede them all, the product included."""
         sources = tuple([Source(s.linear, select(s.x), s.steps) for s in self.sources])
         rows, whole, x = Rows(self, select, is_piece), self.sources[0].x, sources[0].x
-        if (
-            not is_compiling()
-            and x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        ):
+        if not is_compiling() and torch._C._is_alias_of(x, whole):
             view = x.data_ptr(), x.shape, x.stride()
             rows.known = self.rows.parts.setdefault(view, rows.known)
         return self.changed(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
@@ -135,26 +132,19 @@ def is_scale(factor, steps):
 
 
 def applied(steps, value):
-    """The steps, one after the other, on real values."""
     for step in steps:
         value = step.replay(value)
     return value
-
-
-def logits_of(steps, product, sources):
-    """The real logits. `product(linear, x)`: the real output of a source's nn.Linear."""
-    first, *others = [applied(s.steps, product(s.linear, s.x)) for s in sources]
-    return applied(steps, sum(others, first))
 
 
 def operands(record, dtype, cuts_weight):
     """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
     record's logits. dtype: of the logits that the sources make, to which several are cast.
     cuts_weight: whether class weights or probabilities belong to the selected classes alone."""
-    scale, outer, added = _scale_of(record.sources[0]), None, None
-    x, weight, bias, options = _product(record.sources, scale, dtype)
-    classes = range(len(weight))
-    # The steps make outer tanh(scale (z + added)), or scale (z + added) where outer is None.
+    scale, outer, is_added = _scale_of(record.sources[0]), None, False
+    x, weight, own_bias, options = _product(record.sources, scale, dtype)
+    classes, bias = range(len(weight)), own_bias
+    # The steps make outer tanh(scale (z + bias)), or scale (z + bias) where outer is None.
     for kind, value, _ in record.steps:
         if kind == SCALE and outer is not None:
             outer *= value
@@ -164,19 +154,17 @@ def operands(record, dtype, cuts_weight):
             outer = 1.0
         elif kind == BIAS:
             value = (value if value.dtype == torch.float64 else value.float()) / scale
-            added = value if added is None else added + value
+            bias, is_added = value if bias is None else bias + value, True
         elif kind == CLASSES:
-            added = None if added is None else added[slice(*value)]
+            bias = None if bias is None else bias[slice(*value)]
             classes = classes[slice(*value)]
-    if len(classes) < len(weight) and (classes.start or added is not None or cuts_weight):
+    if len(classes) < len(weight) and not (classes.start or is_added or cuts_weight):
+        options["valid_vocab"], bias = classes.stop, own_bias
+    elif len(classes) < len(weight):
         cut = slice(classes.start, classes.stop)
-        weight, bias = weight[cut], None if bias is None else bias[cut]
+        weight = weight[cut]
         if "adapter_weight" in options:
             options["adapter_weight"] = options["adapter_weight"][cut]
-    elif len(classes) < len(weight):
-        options["valid_vocab"] = classes.stop
-    if added is not None:
-        bias = added if bias is None else bias + added
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
     if outer is not None:

@@ -1,11 +1,10 @@
-"""Trainers and packages that run flce, one module for each.
+"""Trainers and packages that run flce, a module for each: docs/integrations.md has what it serves.
 
 `trl`, `trl_distillation`, `liger`, `cce`, `verl`, `verl_distillation`, `skyrl`: `install()` imports
 the package, rebinds its loss and returns a handle: `remove()`, or the end of a `with` block,
 restores the package's own. ImportError where the package is missing or takes arguments that flce
 does not know, RuntimeError where flce is installed already. `axolotl`, `nemo`, `torchtitan`,
 `transformers`: a class to name in a configuration or script; these import the framework.
-docs/integrations.md says what each serves.
 
 >>> handle = flce.integrations.trl.install()  # doctest: +SKIP
 """

@@ -5,6 +5,8 @@ import importlib.metadata
 import inspect
 import sys
 
+from flce.validate import refuse
+
 _calls = collections.defaultdict(collections.Counter)
 
 
@@ -19,11 +21,18 @@ is_ours._dynamo_marked_constant = True
 
 
 def parameters_of(function):
-    """The names of its parameters; those of an autograd Function's forward without ctx; None: in
-    words, that there is no such function."""
+    """The names of its parameters, of a class's forward (without an autograd Function's ctx); None:
+    in words, that there is no such function."""
     if function is None:
         return "no such function"
+    function = getattr(function, "forward", function)
     return tuple(name for name in inspect.signature(function).parameters if name != "ctx")
+
+
+def same_parameters(distribution, *pairs):
+    """`known` of an Installation where each original has to take what ours takes, in this order."""
+    for original, ours in pairs:
+        yield distribution, original.__name__, parameters_of(ours), parameters_of(original)
 
 
 class Installation:
@@ -34,35 +43,27 @@ class Installation:
     """
 
     def __init__(self, package, pairs, classes=(), known=()):
-        """`pairs`: (original, ours), where ours has the original as `flce_original`. Every imported
+        """`pairs`: (original, ours), which gets the original as its `flce_original`. Every imported
         module's global that is the original becomes ours, and every attribute of `classes`; a later
         import takes it from the modules that were changed. `known`: (distribution, name of a
-        function, the parameters that flce knows, those found).
-
-        Raises:
-            RuntimeError: flce is installed there already.
-            ImportError: a function has other parameters.
+        function, the parameters that flce knows, those found), read after the check for an earlier
+        install. RuntimeError: flce is installed already; ImportError: there are other parameters.
         """
         if any(hasattr(original, "flce_original") for original, _ in pairs):
-            raise RuntimeError(
-                f"flce.integrations.{package}: expected {package} without flce, got an earlier "
-                "install(); call remove() of its handle first"
-            )
+            got = "an earlier install(); call remove() of its handle first"
+            refuse(f"flce.integrations.{package}", f"{package} without flce", got, RuntimeError)
         for distribution, name, parameters, found in known:
             if parameters != found:
-                version = importlib.metadata.version(distribution)
-                raise ImportError(
-                    f"{distribution}: expected a version whose {name} takes {parameters}, got "
-                    f"{version} with {found}"
-                )
+                got = f"{importlib.metadata.version(distribution)} with {found}"
+                refuse(distribution, f"a version whose {name} takes {parameters}", got, ImportError)
         self._pairs, self._package, self._classes = tuple(pairs), package, classes
         self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:
+            ours.flce_original = original
             _rebind(original, ours, self._classes)
 
     def remove(self):
-        """Binds the originals again, also where ours were imported since. A second call has no
-        effect."""
+        """Binds the originals again, where ours were imported since too; only the first call."""
         pairs, self._pairs = self._pairs, ()
         for original, ours in pairs:
             _rebind(ours, original, self._classes)

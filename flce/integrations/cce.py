@@ -6,45 +6,37 @@ from flce.compat import cce as compat
 
 from ._rebind import Installation, is_ours, parameters_of
 
-# Options for distributed weights, which flce does not have; zero3_params exists only in Axolotl's
-# fork.
+# Options for distributed weights, which flce does not have; zero3_params is of Axolotl's fork.
 _ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
 _KNOWN = (*parameters_of(compat.linear_cross_entropy), "zero3_params")
 
 
 def install():
-    """Makes every call of `cut_cross_entropy.linear_cross_entropy` run flce.
+    """Makes every call of `cut_cross_entropy.linear_cross_entropy` run flce: those by
+    `LinearCrossEntropy` and by the forwards which `cce_patch` puts into models, too.
 
-    That is the function itself, in every module that has imported it, `LinearCrossEntropy`, and the
-    forwards which `cce_patch` puts into models. Values and gradients are those of
-    `flce.compat.cce`: exact, without CCE's gradient filter. A call with `vocab_parallel_options`,
-    or with the `zero3_params` of Axolotl's fork, remains CCE's own.
-
-    Returns and raises as `flce.integrations` says.
+    Values and gradients are those of `flce.compat.cce`: exact, without CCE's gradient filter. A
+    call with `vocab_parallel_options`, or with the `zero3_params` of Axolotl's fork, remains CCE's
+    own. Returns and raises as `flce.integrations` says.
     """
     import cut_cross_entropy
 
     original = cut_cross_entropy.linear_cross_entropy
     names = parameters_of(original)
+    ours = functools.partial(_linear_cross_entropy, original, names)
     served = names if set(names) <= set(_KNOWN) else f"some of {_KNOWN}"
     known = "cut_cross_entropy", original.__name__, served, names
-    return Installation("cce", [(original, _replacement(original, names))], known=[known])
+    pairs = [(original, functools.update_wrapper(ours, original))]
+    return Installation("cce", pairs, known=[known])
 
 
-def _replacement(original, names):
-    """The replacement of `original`, whose parameters are `names`, in this order."""
-
-    @functools.wraps(original)
-    def linear_cross_entropy(*args, **options):
-        given = {**dict(zip(names, args, strict=False)), **options}
-        # An argument given twice, too many or an unknown one: the original raises the TypeError.
-        is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
-        is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
-        if not is_ours("cce", is_valid_call and not is_distributed):
-            return original(*args, **options)
-        if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
-            given["filter_eps"] = "auto"
-        return compat.linear_cross_entropy(**given)
-
-    linear_cross_entropy.flce_original = original
-    return linear_cross_entropy
+def _linear_cross_entropy(original, names, *args, **options):
+    given = {**dict(zip(names, args, strict=False)), **options}
+    # An argument given twice, too many or an unknown one: the original raises the TypeError.
+    is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
+    is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
+    if not is_ours("cce", is_valid_call and not is_distributed):
+        return original(*args, **options)
+    if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
+        given["filter_eps"] = "auto"
+    return compat.linear_cross_entropy(**given)

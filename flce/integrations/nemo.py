@@ -3,7 +3,7 @@
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 
 import flce
-from flce.options import completed, defaults
+from flce.options import check_names, defaults
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
@@ -18,20 +18,16 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
     Args:
         ignore_index, reduction ("sum", "mean" or "none"): as flce.linear_cross_entropy.
         logit_softcapping: the softcap; 0 for none.
-        **options: further options of flce's Modules, such as z_loss and max_memory; not `shift`
-            and `accumulate_into`: AutoModel shifts the labels before the loss, and a gathered
-            weight is no leaf.
-
-    Raises TypeError for an unknown option.
+        **options: further options of flce's Modules, such as z_loss and max_memory, else
+            TypeError; not `shift` and `accumulate_into`: AutoModel shifts the labels before the
+            loss, and a gathered weight is no leaf.
     """
 
     def __init__(self, ignore_index=-100, logit_softcapping=0, reduction="sum", **options):
         super().__init__()
-        completed(type(self).__name__, _KNOWN, options)
-        self.ignore_index = ignore_index
-        self.logit_softcapping = logit_softcapping
-        self.reduction = reduction
-        self.options = options
+        check_names(type(self).__name__, _KNOWN, options)
+        self.ignore_index, self.logit_softcapping = ignore_index, logit_softcapping
+        self.reduction, self.options = reduction, options
 
     def forward(
         self,
@@ -58,15 +54,9 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
             if value is not None and self.reduction != "sum":
                 refuse(name, 'None, or reduction="sum"', f"reduction={self.reduction!r}")
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
-        is_divided = num_label_tokens is not None
-        return flce.linear_cross_entropy(
-            hidden_states,
-            in_dtype_of(hidden_states, weight),
-            labels,
-            reduction="mean" if is_divided else self.reduction,
-            num_items=num_label_tokens,
-            ignore_index=self.ignore_index,
-            softcap=self.logit_softcapping or None,
-            token_weight=loss_weights,
-            **self.options,
-        )
+        weight = in_dtype_of(hidden_states, weight)
+        reduction = self.reduction if num_label_tokens is None else "mean"
+        options = {"reduction": reduction, "num_items": num_label_tokens, **self.options}
+        options |= {"ignore_index": self.ignore_index, "softcap": self.logit_softcapping or None}
+        options["token_weight"] = loss_weights
+        return flce.linear_cross_entropy(hidden_states, weight, labels, **options)

@@ -7,7 +7,7 @@ import torch
 
 import flce
 
-from ._rebind import Installation, is_ours, parameters_of
+from ._rebind import Installation, is_ours, same_parameters
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
@@ -17,24 +17,16 @@ def install():
     with either backend, and the entropy that is logged with it.
 
     The gradient of hidden is this rank's term of the sum over the tensor-parallel group, as
-    SkyRL's.
-
-    Returns and raises as `flce.integrations` says.
+    SkyRL's. Returns and raises as `flce.integrations` says.
     """
-    module, pairs, known = importlib.import_module(_MODULE), [], []
-    functions = {
-        "_fused_lm_head_logprob_apply": _logprobs,
-        "_fused_vocab_parallel_entropy_from_hidden": _entropy,
-    }
-    for name, function in functions.items():
-        original, ours = getattr(module, name), functools.partial(function)
-        known.append(("skyrl", name, parameters_of(function), parameters_of(original)))
-        ours.flce_original = original
-        pairs.append((original, ours))
-    return Installation("skyrl", pairs, known=known)
+    module = importlib.import_module(_MODULE)
+    served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
+    # By functools.partial, because remove() rebinds the globals of this module too.
+    pairs = [(getattr(module, one.__name__), functools.partial(one)) for one in served]
+    return Installation("skyrl", pairs, known=same_parameters("skyrl", *pairs))
 
 
-def _logprobs(
+def _fused_lm_head_logprob_apply(
     backend,
     hidden,
     weight,
@@ -50,21 +42,22 @@ def _logprobs(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # SkyRL sums the weight's gradient in float32 too.
         accum_dtype = torch.float32 if weight.dtype.itemsize == 2 else None
-        options = {"entropy": None, "accum_dtype": accum_dtype}
-        return _made(hidden, weight, target, tp_group, options)[0].float()
+        made = _made(hidden, weight, target, tp_group, entropy=None, accum_dtype=accum_dtype)
+        return made[0].float()
 
 
 @torch.no_grad()
-def _entropy(hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0):
+def _fused_vocab_parallel_entropy_from_hidden(
+    hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0
+):
     """Entropies of logits / temperature, float32, shape (B, S), without a gradient; hidden
     (B, S, H), lm_head_weight (V / ranks, H)."""
     any_class = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     options = {"entropy": "detached", "temperature": temperature}
-    return _made(hidden, lm_head_weight, any_class, tp_group, options)[1].float()
+    return _made(hidden, lm_head_weight, any_class, tp_group, **options)[1].float()
 
 
-def _made(hidden, weight, target, tp_group, options):
+def _made(hidden, weight, target, tp_group, **options):
     is_ours("skyrl")
-    shards = flce.VocabParallel(tp_group, reduce_input_grad=False)
-    hidden = hidden.to(weight.dtype)
-    return flce.linear_logprobs(hidden, weight, target, vocab_parallel=shards, **options)
+    options["vocab_parallel"] = flce.VocabParallel(tp_group, reduce_input_grad=False)
+    return flce.linear_logprobs(hidden.to(weight.dtype), weight, target, **options)

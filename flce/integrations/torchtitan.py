@@ -32,8 +32,7 @@ class FlceLoss(ChunkedLossWrapper):
         if type(config.loss_fn) is not CrossEntropyLoss.Config:
             refuse("loss_fn", "CrossEntropyLoss.Config", type(config.loss_fn).__qualname__)
         super().__init__(config, compile_config=compile_config)
-        names = ("softcap", "z_loss", "max_memory")
-        self.options = {name: getattr(config, name) for name in names}
+        self.options = {name: getattr(config, name) for name in ("softcap", "z_loss", "max_memory")}
 
     def set_lm_head(self, lm_head):
         """Makes the head, an nn.Linear, return the loss where it is called with labels; TypeError
@@ -46,12 +45,9 @@ class FlceLoss(ChunkedLossWrapper):
     def __call__(self, pred, labels, global_valid_tokens=None, **loss_inputs):
         """(loss, {}): the sum over the valid tokens, divided by global_valid_tokens if given.
 
-        Args:
-            pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where
-            ignored; loss_inputs: without effect, as for CrossEntropyLoss.
-
-        Raises TypeError where pred or the head's weight is a DTensor, else as
-        flce.linear_cross_entropy.
+        pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where
+        ignored; loss_inputs: without effect, as for CrossEntropyLoss. Raises TypeError where pred
+        or the head's weight is a DTensor, else as flce.linear_cross_entropy.
         """
         if self.lm_head is None:
             refuse("lm_head", "set_lm_head() before the first call", "none")

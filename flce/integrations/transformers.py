@@ -8,21 +8,17 @@ from flce.fusion.head import DATA_PARALLEL, fusion_of
 
 class FuseCallback(TrainerCallback):
     """Fuses the model of a Trainer when the Trainer is made, or when training begins, if that
-    makes another (model_init). TRL's trainers do not call the head: flce.integrations.trl serves
-    them.
+    makes another (model_init): ``Trainer(model, ..., callbacks=[FuseCallback()])``.
 
-        Trainer(model, ..., callbacks=[flce.integrations.transformers.FuseCallback()])
-
-    The model stays fused until `handle.remove()`; use a new callback for each Trainer.
+    The model stays fused until `handle.remove()`; use a new callback for each Trainer. TRL's
+    trainers do not call the head: flce.integrations.trl serves them.
 
     Args:
         head, strict, **options: as in `flce.fuse`. when="always" serves a compute_loss_func that
             calls F.cross_entropy.
 
-    Attributes:
-        handle: what `flce.fuse` returned last; None before the Trainer is made.
-
-    Raises: as `flce.fuse`, and ValueError where the Trainer will use nn.DataParallel.
+    handle: what `flce.fuse` returned last; None before the Trainer is made. Raises as `flce.fuse`,
+    and ValueError where the Trainer will use nn.DataParallel.
     """
 
     def __init__(self, head=None, *, strict=False, **options):

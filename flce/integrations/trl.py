@@ -1,5 +1,8 @@
 """TRL: the one function from which SFT, DPO, KTO, GRPO and RLOO take log-probabilities."""
 
+import functools
+import types
+
 import torch
 
 import flce
@@ -13,8 +16,8 @@ from ._rebind import Installation, is_ours, parameters_of
 _NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
 _PARAMETERS += ("final_logit_softcapping", "logit_scale", "outputs")
-_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # TRL's default
-_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": _OUTPUTS}
+# TRL's, without what flce computes of its default outputs.
+_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": ("log_sum_sq_probs",)}
 _SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
 
 
@@ -25,80 +28,59 @@ def install(*, entropy=None):
     already are served too. Its other results, a mean of softcapped logits, weights that DeepSpeed
     ZeRO-3 has split and devices other than CPU and CUDA remain TRL's own.
 
-    Args:
-        entropy: "differentiable", as TRL's, or "detached": a RuntimeError where a loss contains it;
-            with a softcap it keeps 2 bytes a logit on CUDA instead of 4. None: "detached" where a
-            softcap and is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile
-            None is "differentiable", and there is no such error.
-
-    Returns and raises as `flce.integrations` says, and ValueError for another `entropy`.
+    entropy: "differentiable", as TRL's, or "detached": a RuntimeError where a loss contains it;
+    with a softcap it keeps 2 bytes a logit on CUDA instead of 4. None: "detached" where a softcap
+    and is_top1 are given, as by SFTTrainer, which detaches it. Under torch.compile None is
+    "differentiable", and there is no such error. Returns and raises as `flce.integrations` says,
+    and ValueError for another `entropy`.
     """
     import trl.trainer.utils
 
     if entropy not in tuple(ENTROPIES):
         refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
     original = getattr(trl.trainer.utils, _NAME, None)
-    known = "trl", _NAME, _PARAMETERS, parameters_of(getattr(original, "forward", None))
-    return Installation("trl", [(original, LogProbFunction(original, entropy))], known=[known])
+    known = "trl", _NAME, _PARAMETERS, parameters_of(original)
+    ours = types.SimpleNamespace(apply=functools.partial(_log_probs, original, entropy))
+    return Installation("trl", [(original, ours)], known=[known])
 
 
-class LogProbFunction:
-    """Replaces TRL's autograd Function: its `apply`, computed by flce."""
+def _log_probs(original, entropy, *args, **options):
+    """The `apply` of TRL's autograd Function, with its arguments, _PARAMETERS: hidden (N, H);
+    weight (V, H), cast to hidden's dtype (or autocast's); bias (V,) or None; targets: class
+    indices, (N,); chunk_size: no effect.
 
-    def __init__(self, original, entropy):
-        self.flce_original, self.entropy = original, entropy
-
-    def apply(self, *args, **options):
-        """The log-probabilities of `targets`, and what `outputs` names; arguments are TRL's, in the
-        order of _PARAMETERS.
-
-        Args:
-            hidden: shape (N, H); weight: (V, H), cast to hidden's dtype (or autocast's); bias:
-                (V,) or None; targets: class indices, shape (N,).
-            temperature, logit_scale, final_logit_softcapping: flce's, the last one its softcap.
-            chunk_size: the columns of TRL's tiles; flce has `max_memory` instead.
-            outputs: some of "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1".
-
-        Returns (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None
-        for what `outputs` does not name; float32, is_top1 bool. The first is differentiable, the
-        second as `install` says. Raises as `flce.linear_cross_entropy`.
-        """
-        given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
-        values = (given[name] for name in _PARAMETERS)
-        hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
-        serves = set(outputs) <= _SERVED and (softcap is None or "mean_logits" not in outputs)
-        # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
-        serves = serves and hidden.device.type in ("cpu", "cuda") and not hasattr(weight, "ds_id")
-        if not is_ours("trl", serves):
-            return self.flce_original.apply(*args, **options)
-        weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-        operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
-        is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
-        is_logged = softcap is not None and "is_top1" in outputs and not is_traced
-        entropy = self.entropy or ("detached" if is_logged else "differentiable")
-        made = flce.linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="none",
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            # TRL sums the weight's gradient in float32 too.
-            accum_dtype=torch.float32 if operand_dtype.itemsize == 2 else None,
-            return_entropy=ENTROPIES[entropy if "entropy" in outputs else None],
-            return_predictions="is_top1" in outputs,
-        )
-        made = made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
-        is_top1 = None if made.predictions is None else made.predictions == targets
-        mean = None
-        if "mean_logits" in outputs:
-            mean = _mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
-        values = None if made.entropy is None else made.entropy.float()
-        if values is not None and entropy == "detached" and not is_traced:
-            values = _Logged.apply(values, made.loss)
-        return -made.loss.float(), values, None, mean, is_top1
+    Returns (logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), shape (N,) each, None for
+    what `outputs` does not name; float32, is_top1 bool. The first is differentiable, the second as
+    `install` says. Raises as `flce.linear_cross_entropy`.
+    """
+    given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
+    values = (given[name] for name in _PARAMETERS)
+    hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
+    serves = set(outputs) <= _SERVED and (softcap is None or "mean_logits" not in outputs)
+    # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
+    serves = serves and hidden.device.type in ("cpu", "cuda") and not hasattr(weight, "ds_id")
+    if not is_ours("trl", serves):
+        return original.apply(*args, **options)
+    weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
+    operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
+    is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
+    is_logged = softcap is not None and "is_top1" in outputs and not is_traced
+    entropy = entropy or ("detached" if is_logged else "differentiable")
+    chosen = {"linear_bias": bias, "softcap": softcap, "logit_scale": logit_scale}
+    chosen |= {"temperature": temperature, "reduction": "none"}
+    # TRL sums the weight's gradient in float32 too.
+    chosen["accum_dtype"] = torch.float32 if operand_dtype.itemsize == 2 else None
+    chosen["return_entropy"] = ENTROPIES[entropy if "entropy" in outputs else None]
+    chosen["return_predictions"] = "is_top1" in outputs
+    made = flce.linear_cross_entropy(hidden, weight, targets, **chosen)
+    made = made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
+    is_top1 = None if made.predictions is None else made.predictions == targets
+    mean, entropies = None, None if made.entropy is None else made.entropy.float()
+    if "mean_logits" in outputs:
+        mean = _mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
+    if entropies is not None and entropy == "detached" and not is_traced:
+        entropies = _Logged.apply(entropies, made.loss)
+    return -made.loss.float(), entropies, None, mean, is_top1
 
 
 class _Logged(torch.autograd.Function):
@@ -110,10 +92,8 @@ class _Logged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        raise RuntimeError(
-            "entropy: expected a loss without it, got a gradient of it; call "
-            'flce.integrations.trl.install(entropy="differentiable")'
-        )
+        got = 'a gradient of it; call flce.integrations.trl.install(entropy="differentiable")'
+        refuse("entropy", "a loss without it", got, RuntimeError)
 
 
 @torch.no_grad()

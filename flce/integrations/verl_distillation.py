@@ -1,14 +1,13 @@
 """verl: its forward KL from a teacher's K log-probabilities, of a fused student's logits."""
 
+import functools
+
 import torch
 
 from flce.fusion.node import node_of
 from flce.validate import check_shape
 
-from ._rebind import Installation, is_ours, parameters_of
-
-_PARAMETERS = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config")
-_PARAMETERS += ("data_format",)
+from ._rebind import Installation, is_ours, same_parameters
 
 
 def install():
@@ -17,37 +16,32 @@ def install():
     The student is fused in addition: ``flce.fuse(module, when="always")`` of what the engine's
     `_build_module` returns. Logits that are none of a fused model remain verl's own. Log p is
     float32 at least; the metrics `overlap_ratio` and `overlap_token_advantage`, which need the
-    student's own K classes, are left out.
-
-    Returns and raises as `flce.integrations` says.
+    student's own K classes, are left out. Returns and raises as `flce.integrations` says.
     """
     from verl.trainer.distillation.fsdp import losses
 
     original = losses.compute_forward_kl_topk
-    known = "verl", original.__name__, _PARAMETERS, parameters_of(original)
-    pairs = [(original, _replacement(original, losses))]
-    return Installation("verl_distillation", pairs, known=[known])
+    pair = original, functools.partial(_forward_kl_topk, original)
+    return Installation("verl_distillation", [pair], known=same_parameters("verl", pair))
 
 
-def _replacement(original, losses):
-    def compute_forward_kl_topk(
-        student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format
-    ):
-        """As verl's: student_logits (1, tokens of this rank, V), the teacher's nested tensors."""
-        given = teacher_topk_log_probs, teacher_topk_ids
-        if not is_ours("verl_distillation", node_of(student_logits) is not None):
-            return original(student_logits, *given, config, data_format)
-        given = [one.values().unsqueeze(0) for one in given]
-        if losses.get_ulysses_sequence_parallel_world_size() > 1:
-            given = [losses.slice_input_tensor(one, dim=1) for one in given]
-        log_q, ids = given
-        check_shape("teacher_topk_ids", ids, (*student_logits.shape[:-1], ids.shape[-1]))
-        wide = torch.promote_types(student_logits.dtype, torch.float32)
-        log_p, log_q = student_logits.to(wide).log_softmax(-1).gather(-1, ids), log_q.to(wide)
-        mass = {"student_mass": log_p.exp().sum(-1), "teacher_mass": log_q.exp().sum(-1)}
-        if (least := config.distillation_loss.log_prob_min_clamp) is not None:
-            log_p, log_q = log_p.clamp_min(least), log_q.clamp_min(least)
-        return {"distillation_losses": (log_q.exp() * (log_q - log_p)).sum(-1), **mass}
+def _forward_kl_topk(
+    original, student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format
+):
+    """As verl's: student_logits (1, tokens of this rank, V), the teacher's nested tensors."""
+    from verl.trainer.distillation.fsdp import losses
 
-    compute_forward_kl_topk.flce_original = original
-    return compute_forward_kl_topk
+    given = teacher_topk_log_probs, teacher_topk_ids
+    if not is_ours("verl_distillation", node_of(student_logits) is not None):
+        return original(student_logits, *given, config, data_format)
+    given = [one.values().unsqueeze(0) for one in given]
+    if losses.get_ulysses_sequence_parallel_world_size() > 1:
+        given = [losses.slice_input_tensor(one, dim=1) for one in given]
+    log_q, ids = given
+    check_shape("teacher_topk_ids", ids, (*student_logits.shape[:-1], ids.shape[-1]))
+    wide = torch.promote_types(student_logits.dtype, torch.float32)
+    log_p, log_q = student_logits.to(wide).log_softmax(-1).gather(-1, ids), log_q.to(wide)
+    mass = {"student_mass": log_p.exp().sum(-1), "teacher_mass": log_q.exp().sum(-1)}
+    if (least := config.distillation_loss.log_prob_min_clamp) is not None:
+        log_p, log_q = log_p.clamp_min(least), log_q.clamp_min(least)
+    return {"distillation_losses": (log_q.exp() * (log_q - log_p)).sum(-1), **mass}
