@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -386,6 +387,10 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("flce ")
     with pytest.raises(SystemExit, match="got nothing"):
         call(monkeypatch, command, "--impl", "nothing")
+    with pytest.raises(SystemExit, match="--adapters: expected a Python file, got nothing"):
+        call(monkeypatch, command, "--adapters", "nothing")
+    with pytest.raises(SystemExit, match="--adapters: expected ADAPTERS"):
+        call(monkeypatch, command, "--adapters", inspect.__file__)
     with pytest.raises(SystemExit, match="--json: expected a file in a folder that exists"):
         call(monkeypatch, command, "--cases", 2, "--json", tmp_path / "none" / "record.json")
     with pytest.raises(SystemExit, match="expected to leave a case"):

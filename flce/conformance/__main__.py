@@ -27,12 +27,26 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def adapters_of(path: str | None) -> dict[str, typing.Callable]:
+    """The ADAPTERS of a user's file."""
+    if path is None:
+        return {}
+    if not pathlib.Path(path).is_file():
+        sys.exit(f"--adapters: expected a Python file, got {path}")
+    found = runpy.run_path(path).get("ADAPTERS")
+    if not isinstance(found, dict):
+        sys.exit(
+            f"--adapters: expected ADAPTERS, {{name: function of it}}, in {path}, got {found!r}"
+        )
+    return found
+
+
 def records(given: argparse.Namespace) -> typing.Iterator[Record]:
     names, drawn = given.impl.split(","), given.cases is not None
     sizes = "small" if given.device == "cpu" else "large"
     label = f"{given.cases} {sizes} cases of seed {given.seed}" if drawn else "suite"
     listed = range(given.cases) if drawn else suite()
-    known = ADAPTERS | (runpy.run_path(given.adapters)["ADAPTERS"] if given.adapters else {})
+    known = ADAPTERS | adapters_of(given.adapters)
     if unknown := set(names) - known.keys():
         sys.exit(f"--impl: one of {', '.join(known)}, got {', '.join(unknown)}")
     for at, name in enumerate(names):
