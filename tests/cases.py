@@ -64,12 +64,16 @@ class Case:
     def to(self, dtype):
         """The same values in another floating dtype."""
 
-        def cast(value):
-            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(dtype) if floating else value
+        return self.map(lambda one: one.to(dtype) if one.is_floating_point() else one)
 
-        options = {name: cast(value) for name, value in self.options.items()}
-        return Case(cast(self.input), cast(self.linear_weight), cast(self.target), options)
+    def map(self, function):
+        """The case of `function` of each tensor."""
+
+        def made(value):
+            return function(value) if isinstance(value, torch.Tensor) else value
+
+        options = {name: made(value) for name, value in self.options.items()}
+        return Case(made(self.input), made(self.linear_weight), made(self.target), options)
 
     def with_options(self, **options):
         return dataclasses.replace(self, options={**self.options, **options})
@@ -132,7 +136,7 @@ def outcome(function, case, *, wants=GRADIENTS, grad_output=None, upstream=None,
     named = {"input": case.input, "linear_weight": case.linear_weight}
     named |= {name: case.options.get(name) for name in LEAVES[2:]}
     leaves = {
-        name: tensor.detach().clone().requires_grad_(name in wants)
+        name: tensor.detach().requires_grad_(name in wants)
         for name, tensor in named.items()
         if tensor is not None
     }

@@ -10,19 +10,6 @@ import torch
 import flce
 
 
-def test_gradcheck():
-    """With undefined upstream gradients too."""
-    x, w, target = cases.leaves("cpu", 6, hidden=5, vocab=11)
-    ids = torch.randint(11, (6, 4), generator=cases.generator(1))
-
-    def both(x, w):
-        logprobs = flce.linear_logprobs_at(x, w, ids, softcap=3.0)
-        top = flce.linear_logprobs(x, w, target, return_topk=3)
-        return logprobs, top[0], top[1], top[2].logprobs, top[2].lse
-
-    assert torch.autograd.gradcheck(both, (x, w))
-
-
 @pytest.mark.parametrize("logits_dtype", [None, torch.bfloat16])
 def test_class_logits_are_those_of_the_logsumexp(device, logits_dtype):
     """Where the GEMM rounds the logits it does so before a bias is added."""

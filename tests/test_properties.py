@@ -60,7 +60,9 @@ LINEAR = {
     "valid_vocab": [*RARELY, 0.01, 0.5, 1.0],  # fraction of the vocabulary
     "valid_bound": [None, "count", 0, 3],  # margin above the number of valid rows
     "accum_dtype": [None, torch.float32],
+    "logits_dtype": [*RARELY, "own"],
     "chunk_rows": range(1, 10),
+    "spread": [False, False, True],  # tensors with other elements in between
 }
 
 
@@ -72,9 +74,10 @@ SAMPLED = {
     "adapter": [None],
     "dtype": [torch.float32],
     "targets": [torch.int64, torch.int64, torch.int32],
-    "std": [0.5, 3.0, 20.0],
+    "std": [0.5, 3.0, 20.0, 0.0],
     "vocab": range(1, 301, 3),
     "accum_dtype": [None],
+    "logits_dtype": [None],
     "gradient_eps": [2**-6, 2**-2, 0.3, 2**-12, 1.0],
     "gradient_seed": [7, 0, -1, 2**63 - 1, -(2**63), 2**32],
     "in_chunks": [False, True],
@@ -205,7 +208,13 @@ def linear_case(plan):
     x = x.to(dtype).masked_fill(ignored.unsqueeze(-1), float("nan"))
     if plan["adapter"]:
         options["adapter_input"].masked_fill_(ignored.unsqueeze(-1), float("nan"))
-    return cases.Case(x, w.to(dtype), target, options), random
+    case = cases.Case(x, w.to(dtype), target, options)
+    return case.map(spread) if plan["spread"] else case, random
+
+
+def spread(tensor):
+    """The same values, as every second element of a larger tensor."""
+    return torch.stack([tensor, tensor.flip(0) if tensor.dim() else tensor], -1)[..., 0]
 
 
 def shift_of(plan, random):
@@ -219,24 +228,25 @@ def shift_of(plan, random):
 
 
 def moved(case, upstream, device):
-    """The case and the upstream gradients on a device."""
+    """The case and the upstream gradients on a device; views keep their strides."""
 
     def move(value):
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return made.copy_(value)
 
-    options = {name: move(value) for name, value in case.options.items()}
-    case = cases.Case(move(case.input), move(case.linear_weight), move(case.target), options)
-    return case, {name: move(gradient) for name, gradient in upstream.items()}
+    return case.map(move), {name: move(gradient) for name, gradient in upstream.items()}
 
 
 def with_padding(case):
     """The same call, with NaN in what belongs to classes from valid_vocab on: it is not read."""
     valid, options = case.options["valid_vocab"], dict(case.options)
+    is_spread = case.linear_weight.stride(-1) > 1
 
     def hide(tensor):
-        tensor = tensor.clone()
-        tensor[valid:] = float("nan")
-        return tensor
+        hidden = torch.arange(len(tensor), device=tensor.device) >= valid
+        hidden = hidden.reshape(-1, *(1,) * (tensor.dim() - 1))
+        tensor = tensor.masked_fill(hidden, float("nan"))
+        return spread(tensor) if is_spread else tensor
 
     if valid is None:
         return case
@@ -266,11 +276,12 @@ def test_linear_cross_entropy(device, part):
         case, upstream = moved(case, upstream_of(plan, random), device)
         adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
         call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
-        yardstick = cases.Yardstick(case, cancels=True, **call)
+        dtype = plan["dtype"] if plan["logits_dtype"] else None
+        yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
         case = with_padding(case)
         for save in strategies(case):
             for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
-                knobs = {"save": save, "max_memory": budget}
+                knobs = {"save": save, "max_memory": budget, "logits_dtype": dtype}
                 results = cases.outcome(flce.linear_cross_entropy, case, **call, **knobs)
                 yardstick.check(results, f"{knobs}")
 
