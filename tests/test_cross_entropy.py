@@ -115,15 +115,6 @@ def test_strided_logits(device, dtype):
         assert torch.equal(loss, plain[0]) and torch.equal(grad, plain[1])
 
 
-def test_retain_graph(device):
-    logits, target = make_logits(5, 9, dtype=torch.float32, device=device)
-    leaf = logits.requires_grad_()
-    loss = flce.cross_entropy(leaf, target)
-    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_and_gemms(device, dtype):
     """Saved: four numbers per row. Allocated in the backward: the gradient. No GEMM runs."""

@@ -126,40 +126,6 @@ def test_loops(loss_of, dtype, tied):
     assert loss_error <= bar and gradient_error <= bar and not made
 
 
-@pytest.mark.parametrize("loss_of", LOOPS)
-def test_loops_in_bfloat16(loss_of):
-    """Gradients are as near to those of float32 as eager ones, which round logits and log p; the
-    error of TRL's logits less logsumexp is in the loss too."""
-    model = llama().bfloat16()
-    exact = copy.deepcopy(model).float()
-    _, truth = step(loss_of, exact, copy.deepcopy(exact))
-    _, eager = step(loss_of, model, copy.deepcopy(model))
-    old = copy.deepcopy(model)
-    with flce.fuse(model, when="always", strict=True, **SMALL):
-        with LogitsMade(BATCH * (LENGTH - 1), VOCAB) as seen, flce.fuse(old, when="always"):
-            _, got = step(loss_of, model, old)
-    assert not seen.found
-
-    def error(gradients):
-        return sum(float((gradients[n] - g).norm()) for n, g in truth.items())
-
-    assert error(got) <= 1.1 * error(eager)
-
-
-@pytest.mark.parametrize("loss_of", [reinforce, dpo])
-def test_compiled_models(loss_of):
-    """The logits of a compiled call are read outside of it: nothing is fused. In it, it is."""
-    torch.compiler.reset()
-    model = llama()
-    expected, gradients = step(loss_of, model, model)
-    with flce.fuse(model, when="always", strict=True) as handle:
-        called = torch.compile(loss_of, backend="aot_eager")
-        loss, fused_gradients = step(called, model, model)
-    assert handle.losses and abs(loss - expected) <= 1e-5
-    assert worst_error(fused_gradients, gradients) <= 1e-4
-    torch.compiler.reset()
-
-
 # ---- TRL's trainers ----
 
 ROWS = [{"prompt": p, "chosen": p[::-1], "rejected": p[:2]} for p in PROMPTS]
