@@ -96,7 +96,7 @@ def test_divergence_near_its_teacher(ranks):
 
 
 @on(2, 4)
-def sampled_divergences(ranks):
+def test_sampled_divergences(ranks):
     """Each rank draws from its own classes; with so small an eps the sum is near the exact one."""
     case, ends = make(torch.float32), UNEVEN if ranks.ranks == 4 else None
     head, _ = teacher_of(TOKENS, case.dtype)
