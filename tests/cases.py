@@ -62,8 +62,6 @@ class Case:
     options: dict = dataclasses.field(default_factory=dict)
 
     def to(self, dtype):
-        """The same values in another floating dtype."""
-
         return self.map(lambda one: one.to(dtype) if one.is_floating_point() else one)
 
     def map(self, function):

@@ -58,8 +58,6 @@ class Call:
 
 
 class Draw:
-    """Makes a Call."""
-
     def __init__(self, function, dtype, seed, ranks=1):
         text = f"{function} {dtype} {seed} {ranks}"
         self.random = random.Random(text)

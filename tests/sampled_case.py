@@ -29,7 +29,6 @@ def make(device, dtype=torch.float32, *, std=2.0, bias=True, vocab=VOCAB, tokens
 
 
 def upstream_of(reduction):
-    """The upstream gradient of the loss, as `outcome` takes it."""
     if reduction != "none":
         return {"loss": torch.tensor(-0.37)}
     upstream = torch.randn(TOKENS, generator=cases.generator(2))

@@ -33,7 +33,6 @@ def make(device, dtype, seed=3):
 
 
 def begin(weight, attribute, dtype=None, scale=0.01):
-    """Fills the attribute with random values; returns a float64 copy of them."""
     dtype = dtype or (weight.dtype if attribute == "grad" else wide(weight.dtype))
     held = (scale * torch.randn(weight.shape, device=weight.device)).to(dtype)
     setattr(weight, attribute, held)
@@ -41,7 +40,6 @@ def begin(weight, attribute, dtype=None, scale=0.01):
 
 
 def run(case, attribute, *, grad_output=None, **knobs):
-    """Runs one forward and backward; returns the gradients of input and bias."""
     x = case.input.clone().requires_grad_()
     options = dict(case.options)
     bias = options.pop("linear_bias").clone().requires_grad_()
@@ -114,7 +112,6 @@ def test_adds_the_plain_gradient(device, attribute, save, dtype, options):
 
 
 def test_a_float32_main_grad_keeps_what_bfloat16_loses(device):
-    """Sums over chunks and steps are float32; a bfloat16 .grad rounds each."""
     case = make(device, torch.bfloat16)
     truth = plain(make(device, torch.bfloat16), save="stats", accum_dtype=torch.float32)[1]
     case.linear_weight.main_grad = torch.zeros_like(case.linear_weight, dtype=torch.float32)

@@ -31,7 +31,6 @@ def make(device, dtype, how):
 
 
 def backward(x, weight, given, attribute, times=1):
-    """The gradient of x."""
     x.grad = None
     loss = flce.linear_divergence(x, weight, accumulate_into=attribute, **given)
     for time in range(times):

@@ -13,7 +13,6 @@ N, H, V = 33, 20, 70  # H is no multiple of 8: the joined operands are padded
 
 
 def make(rank, dtype, device):
-    """A case with adapters; its ignored rows contain NaN."""
     case = cases.make_case(N, H, V, dtype=dtype, device=device, bias=True)
     case.target %= V - 5
     case = cases.ignore_some(case, every=4)
@@ -69,7 +68,6 @@ def test_a_frozen_weight_has_no_gradient(device, save):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_autocast(device, frozen):
-    """A bfloat16 base with float32 adapters."""
     case = make(8, torch.float32, device)
     case.linear_weight = case.linear_weight.bfloat16()
     wants = wants_of(frozen)

@@ -99,7 +99,6 @@ def test_batched_gradients_are_refused(device, save, keeps):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_autocast(device, save, weight_dtype):
-    """The GEMMs run in bfloat16, the loss is float32, each gradient has its tensor's dtype."""
     base = cases.make_case(48, 64, 500, dtype=torch.bfloat16, device=device, std=2.0, bias=True)
     case = base.to(torch.float32)
     yardstick = cases.Yardstick(base)

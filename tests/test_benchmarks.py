@@ -154,7 +154,6 @@ def test_device_clock_on_cuda(scripts, tmp_path, cuda):
 
 
 def test_reference_is_that_of_autograd(scripts, monkeypatch):
-    """Also with many chunks and with ignored rows."""
     problems = scripts("problem")
     monkeypatch.setattr(problems, "CHUNK_BYTES", 3 * 200 * 8 * 5)
     shape, draw = problems.Shape(24, 16, 200, bias=True), {"ignored": 0.3, "targets": "model"}

@@ -72,8 +72,6 @@ def test_flce_passes_drawn_cases(name, device):
 
 
 class Changed(torch.autograd.Function):
-    """The identity, with `change` applied to the gradient."""
-
     @staticmethod
     def forward(ctx, value, change):
         ctx.change = change

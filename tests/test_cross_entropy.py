@@ -37,7 +37,6 @@ def step(function, logits, target, grad_output=None, **options):
 
 
 def check(logits, target, grad_output=None, **options):
-    """Compares with the reference on the same logits in float64."""
     dtype = logits.dtype
     loss, grad = step(flce.cross_entropy, logits, target, grad_output, **options)
     wide_options = {

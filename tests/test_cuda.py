@@ -55,7 +55,6 @@ def test_more_than_2_to_the_31_logits(save, budget):
 
 
 def captured(step):
-    """A CUDA graph of `step`, and the tensors that it writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -70,7 +69,6 @@ def captured(step):
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_graph_replay_equals_eager(save, dtype):
-    """Captured once, replayed on new data in the same memory: bitwise equal to eager."""
     knobs = {"save": save, "max_memory": BUDGET}
     first, second = make(dtype, seed=1), make(dtype, seed=2)
     x, w = leaves_of(first)
@@ -340,7 +338,6 @@ def test_out_of_range_targets_of_cross_entropy(bad, monkeypatch):
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_tf32_follows_torchs_switch(allow):
-    """float32 GEMMs are exact unless torch.backends.cuda.matmul.allow_tf32 is set."""
     case = make(torch.float32)
     truth = cases.chunked_truth(case, TOKENS)
     before = torch.backends.cuda.matmul.allow_tf32

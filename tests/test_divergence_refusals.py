@@ -34,7 +34,6 @@ IDS, LOG_Q = torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3)
 
 
 def few(teacher_logits=LOG_Q, ids=IDS, **others):
-    """Of a teacher of three classes."""
     return {**LOGITS, "teacher_logits": (ids, teacher_logits), **others}
 
 

@@ -18,7 +18,6 @@ OTHERS = [pages.ROOT / "CONTRIBUTING.md", pages.ROOT / "CHANGELOG.md"]
 
 
 def loaded(path):
-    """A script of docs/ or benchmarks/ as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

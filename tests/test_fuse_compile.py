@@ -40,7 +40,6 @@ USES = {
 
 @pytest.mark.parametrize("name", USES)
 def test_one_graph(name):
-    """No break more than without fuse, under strict=True; the logits are right too."""
     model = make(USES[name])
     expected = run(model)
     assert dynamo.explain(model)(IDS, labels=IDS).graph_break_count == 0
@@ -84,7 +83,6 @@ def test_a_compiled_forward_of_an_eager_model():
 @pytest.mark.parametrize("when", ["labels", "always"])
 @pytest.mark.parametrize("was_called", [False, True])
 def test_a_compiled_model_is_fused(when, was_called):
-    """flce.fuse(torch.compile(model)): the model in it."""
     model = make()
     expected = run(model)
     called = compiled(model)
@@ -167,7 +165,6 @@ def test_logits_of_a_compiled_call_are_a_tensor():
 
 
 def test_dynamic_shapes():
-    """Three lengths, one graph."""
     model = make(USES["scale, cap, cast"])
     with flce.fuse(model, strict=True):
         called = compiled(model, dynamic=True)

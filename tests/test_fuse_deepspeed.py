@@ -156,7 +156,6 @@ def whole(parameters):
 
 
 def compare(rank, make, other_make, fuse, **options):
-    """Trains a model and a fused one -> the handle of that"""
     expected, added, _ = trained(rank, make, None, **options)
     got, other_added, handle = trained(rank, other_make, fuse, **options)
     for one, other in zip((*got, *other_added), (*expected, *added), strict=True):
@@ -213,7 +212,6 @@ def refuse_outside(rank):
 
 
 def open_deepspeed():
-    """This process's rank."""
     rank = dist.get_rank()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "DS_ACCELERATOR": "cpu"}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -238,7 +236,6 @@ def plain_models():
 # In fresh processes, because DeepSpeed keeps a group that it has seen.
 @needs_deepspeed
 def test_plain_models_train_as_unfused():
-    """And what is refused, or not fused."""
     run_on_ranks(2, plain_models, fresh=True)
 
 

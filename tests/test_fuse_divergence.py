@@ -14,7 +14,6 @@ MASK = (IDS % 3 > 0).double()
 
 
 def pair(teacher_body=None):
-    """A student and a frozen teacher of other weights."""
     student, teacher = Model(), Model(body=teacher_body)
     generator = torch.Generator().manual_seed(7)
     for parameter in teacher.parameters():
@@ -103,7 +102,6 @@ def trained_teacher(z, t):
 
 @pytest.mark.parametrize("loss_of", (elements, trained_teacher))
 def test_others_make_logits(loss_of):
-    """With a warning, and equal values."""
     student, teacher = pair()
     expected = step(student, teacher, loss_of)
     with flce.fuse(student, when="always"), flce.fuse(teacher, when="always"):

@@ -182,7 +182,6 @@ def test_a_head_that_is_not_called_is_told():
 
 
 def trained(model, loss_of):
-    """A step with an optimizer that owns the model's parameters."""
     loss_of(model).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     model.zero_grad()
@@ -384,7 +383,6 @@ def test_the_handle_in_words():
 
 
 def test_a_model_on_meta():
-    """Shapes alone: as without fuse."""
     model = Model().to("meta")
     with flce.fuse(model, strict=True):
         loss, logits = model(IDS.to("meta"), IDS.to("meta"))

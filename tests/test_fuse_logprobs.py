@@ -29,7 +29,6 @@ BIAS = torch.linspace(-2, 2, VOCAB, dtype=torch.float64)
 
 
 def pick(values, y, dim=-1):
-    """The value of each row's class."""
     return values.gather(dim, y.unsqueeze(-1)).squeeze(-1)
 
 
@@ -155,7 +154,6 @@ USES = {
 
 
 def weighted(form, z, y):
-    """A loss whose gradient differs for each row."""
     values = form(z, y.clamp(max=z.shape[-1] - 1))
     return (values * torch.arange(1.0, ROWS + 1, dtype=values.dtype).sin().view(y.shape)).sum()
 
@@ -233,7 +231,6 @@ SHARED = {  # what the loss computes, how many logits GEMMs the forward takes
 
 @pytest.mark.parametrize("name", SHARED)
 def test_results_of_one_call(name):
-    """One logits GEMM in the forward and two GEMMs in the backward."""
     loss_of, gemms = SHARED[name]
     model = Model(loss_of=lambda z, y: loss_of(z, Y))
     expected = run(model)
@@ -308,8 +305,6 @@ def test_without_gradients(mode):
 
 
 def test_results_may_be_written_to():
-    """They are tensors of their own."""
-
     def loss_of(z, y):
         logp, lse, h = log_p(z, Y) * 1, z.logsumexp(-1), entropy(z)
         with torch.no_grad():
@@ -412,7 +407,6 @@ def without_gradient(z):
 
 @pytest.mark.parametrize("name", MADE)
 def test_made_instead(name):
-    """Real logits with equal values and gradients, and a warning that names the operation."""
     loss_of, operation = MADE[name]
     model = Model(loss_of=lambda z, y: loss_of(z))
     expected = run(model)
@@ -436,8 +430,6 @@ def test_ids_out_of_range():
 
 
 class ProductsMade(LogitsMade):
-    """Notes what the head's own forward makes."""
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         if "mm" in str(function) and made.shape[-1] == VOCAB and made.dim() == 2:
@@ -446,7 +438,6 @@ class ProductsMade(LogitsMade):
 
 
 def test_real_logits_are_made_once():
-    """For several values of them, none of which is recognised."""
     model = Model(
         loss_of=lambda z, y: (
             z.log_softmax(-1).square().sum() + z.softmax(-1).square().sum() + z.square().sum()

@@ -128,7 +128,6 @@ COMPILED += ["shifted", "sum of log p", "mean logits"]
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
-    """One graph, as without fuse."""
     torch.compiler.reset()
     model = model_of(FORMS[name], dtype=torch.float32, scale=0.5)
     expected = run(model)

@@ -171,7 +171,6 @@ MADE = {
 
 @pytest.mark.parametrize("name", MADE)
 def test_made_instead(name):
-    """The operation gets real logits, and a warning or an error names it."""
     use, loss_of, operation = MADE[name]
     with pytest.warns(UserWarning, match=f"flce.fuse: Model: torch.*({operation}) is not deferred"):
         handle = compare(Model(use, loss_of))

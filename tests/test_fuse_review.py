@@ -19,8 +19,6 @@ TARGET = (IDS * 7 + 3) % V
 
 
 class Model(tiny_models.Model):
-    """Logits alone; with a second head and a vector."""
-
     def __init__(self):
         super().__init__(dtype=torch.float32, scale=0.5)
         self.other_head = torch.nn.Linear(H, V)

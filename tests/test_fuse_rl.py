@@ -46,7 +46,6 @@ def mean(values):
 
 
 def reinforce(model, old):
-    """With an entropy bonus."""
     logits = model(input_ids=IDS).logits[:, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / 0.8
     log_probs = F.log_softmax(logits, dim=-1)

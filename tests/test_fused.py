@@ -160,7 +160,6 @@ def test_chunks_of_one_step_repeat():
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 @pytest.mark.parametrize("ignored", [0.0, 0.6])
 def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
-    """Compared with the separate GEMMs and passes."""
     x, w, y = draw(1500, 512, 3001, seed=3)
     y[torch.rand(1500, device="cuda") < ignored] = -100
     valid = int((y >= 0).sum())

@@ -194,7 +194,6 @@ def test_other_functions_are_refused(monkeypatch, names):
 
 
 def test_parameters_are_ligers():
-    """What takes arguments by position does so in Liger's order."""
     theirs = tuple(inspect.signature(getattr(ops, FUNCTION).forward).parameters)[1:]
     known = tuple(KNOWN)
     assert known[14:] == ("return_predicted_tokens", "ce_impl", "ce_mode", "chunk_mem_const")

@@ -47,7 +47,6 @@ def operands(dtype=torch.float32, bias=True):
 
 
 def of_function(x, w, b, temperature=0.7, softcap=None, scale=1.0, outputs=ALL):
-    """What the trainers' function gives."""
     from trl.trainer import utils
 
     y = torch.arange(N) * 5 % V

@@ -138,7 +138,6 @@ def test_no_tensor_of_all_logits(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_verls_forwards(only_flce, backend):
-    """The forwards that verl puts into transformers' models."""
     from tiny_models import tiny_llama
     from verl.models.transformers import dense_common
 

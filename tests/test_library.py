@@ -260,7 +260,6 @@ def test_public_functions_do_not_call_locals(name):
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 def test_compile_with_a_dynamic_number_of_tokens(device, save):
-    """One compilation is used for every N."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(

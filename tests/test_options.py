@@ -29,7 +29,6 @@ def test_strided_inputs_give_the_same_bits(device, save, dtype):
 
 @pytest.mark.parametrize("save", ["grads", "stats"])
 def test_same_chunks_give_the_same_bits(device, save):
-    """16 rows fit both budgets: the result may only depend on the chunk size."""
     case = cases.make_case(50, HIDDEN, 96, dtype=torch.float32, device=device, bias=True)
     row = 96 * 4
     results = [
@@ -86,7 +85,6 @@ def test_accum_dtype(device, save, dtype):
 
 
 def test_inputs_are_left_alone(device):
-    """No argument is modified, with any strategy."""
     case = make(device).with_options(label_smoothing=0.1)
     options = [value for value in case.options.values() if isinstance(value, torch.Tensor)]
     leaves = [case.input, case.linear_weight, case.target, *options]

@@ -218,7 +218,6 @@ def spread(tensor):
 
 
 def shift_of(plan, random):
-    """A shift, if the shape or documents permit one."""
     tokens = torch.Size(plan["shape"]).numel()
     if plan["documents"] and plan["shape"]:
         ends = torch.randint(tokens + 1, (4,), generator=random).sort().values
@@ -257,7 +256,6 @@ def with_padding(case):
 
 
 def strategies(case):
-    """Those that support the call: "grads" differentiates a scalar loss alone."""
     scalar = case.options["reduction"] != "none"
     return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
 
@@ -290,8 +288,6 @@ def test_linear_cross_entropy(device, part):
 
 @PARTS
 def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, part, monkeypatch):
-    """Filling memory with NaN before a call does not change any bit of the result."""
-
     @examples(device, part, share=0.5)
     @hypothesis.given(plans(RAGGED))
     def run(plan):

@@ -76,8 +76,6 @@ def by_torch(
 
 @PARTS
 def test_linear_cross_entropy(part):
-    """Outputs and gradients of drawn calls."""
-
     @examples("cpu", part, share=0.5)
     @hypothesis.given(plans(FLOAT64))
     def run(plan):

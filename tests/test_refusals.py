@@ -21,7 +21,6 @@ INF, NAN, HUGE = math.inf, math.nan, 10**400
 
 
 def tensors(device):
-    """A valid value of every argument that is a tensor."""
     ones = functools.partial(torch.ones, device=device)
     return {
         "input": torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True),
@@ -446,7 +445,6 @@ def test_plan_of_several_options(options, message):
 
 
 def test_errors_leave_the_engine_usable(device):
-    """After a refusal inside the engine the next call is right."""
     with pytest.raises(ValueError):
         flce.linear_cross_entropy(**arguments(device), max_memory=1)
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float32, device=device)

@@ -62,7 +62,6 @@ def test_a_temperature_that_is_not_read(device):
 
 
 def mostly_ignored(device, tokens, share=0.6, dtype=torch.float64):
-    """A batch whose fraction `share` is ignored, with NaN there; and the valid rows."""
     x, w, y = cases.leaves(device, tokens, dtype=dtype)
     order = torch.randperm(tokens, generator=cases.generator(5)).to(device)
     ignored = order[: int(share * tokens)]
@@ -95,7 +94,6 @@ def test_ignored_rows_cost_no_products(device, save):
 
 
 def test_memory_follows_the_valid_rows(device):
-    """save="grads" holds one chunk of logits, of valid rows only."""
     # On CUDA so many rows that the GEMMs' scratch, which does not depend on them, is comparatively
     # small.
     tokens, copies = (20_000, 200) if device == "cuda" else (400, 25)

@@ -86,7 +86,6 @@ def close(value, truth, tolerance=1e-11):
 @MAKERS
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "state_dict"])
 def test_a_copy_is_the_module(device, make, way, batch):
-    """A copy has equal parameters, class weights and options, and shares no memory."""
     module = make(device, **SETTINGS)
     if way == "deepcopy":
         twin = copy.deepcopy(module)
@@ -154,7 +153,6 @@ class Masked(nn.Module):
 
 @MAKERS
 def test_parametrized_weight(device, make, batch):
-    """The loss uses the parametrized weight; the gradient reaches the original parameters."""
     module = make(device, **SETTINGS)
     mask = (torch.rand(VOCAB, HIDDEN, device=device) < 0.7).double()
     parametrize.register_parametrization(linear(module), "weight", Masked(mask))

@@ -116,7 +116,6 @@ def test_fake_outputs(ranks):
 
 @on(2)
 def test_checkpoints_and_second_backwards(ranks):
-    """Each makes its exchanges again."""
     case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
     for save in (*cases.SAVES, "auto"):
 

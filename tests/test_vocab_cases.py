@@ -152,7 +152,6 @@ def test_a_bias_in_float32(ranks):
 
 @on(2)
 def test_half_precision_with_a_loss_scale(ranks):
-    """The gradients of 65536 times the loss, as a GradScaler asks for them."""
     case = cases.make_case(100, 64, 203, dtype=torch.float16)
     scale = torch.tensor(65536.0)
     truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))

@@ -112,7 +112,6 @@ def test_extreme_logits(ranks):
 
 @on(2)
 def test_all_logits_hidden(ranks):
-    """All logits of all ranks are -inf: so is lse, as in one process."""
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     hidden, y = torch.full((6,), -torch.inf), torch.arange(4)
     options = {"linear_bias": hidden[:3], "vocab_parallel": ranks.parallel(), "return_lse": True}

@@ -73,13 +73,11 @@ class Ranks:
             self.note(error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.0e}")
 
     def gathered(self, item):
-        """`item` of every rank, by rank."""
         items = [None] * self.ranks
         dist.all_gather_object(items, item, group=self.group)
         return items
 
     def note_same_bytes(self, name, tensor):
-        """Notes where ranks hold different bytes."""
         for rank, other in enumerate(self.gathered(tensor.detach())):
             self.note(same_bytes(tensor, other), f"{name}: other bytes on rank {rank}")
 
@@ -91,7 +89,6 @@ class Ranks:
         return flce.VocabParallel(self.group, vocab=vocab, **options)
 
     def classes(self, vocab, ends=None):
-        """The slice of this rank's classes."""
         ends = ends or chunk_ends(vocab, self.ranks)
         return slice(ends[self.rank - 1] if self.rank else 0, ends[self.rank])
 
@@ -101,7 +98,6 @@ class Ranks:
         return tensor[self.rank * share : (self.rank + 1) * share]
 
     def divided(self, case, ends=None, sequence=False):
-        """The Case of this rank."""
         classes = self.classes(case.linear_weight.shape[0], ends)
         options = dict(case.options)
         for name in SHARDED:

@@ -105,7 +105,6 @@ def test_modules_compile_pickle_and_fuse():
 
 @pytest.fixture
 def readme():
-    """README.md and the module that reads its blocks, which tools/wheel_matrix.py puts here."""
     if not Path("tests", "pages.py").is_file() or not Path("README.md").is_file():
         pytest.skip("no README.md here")
     sys.path.insert(0, "tests")
