@@ -163,35 +163,3 @@ def test_trainers_of_preferences(name, tmp_path):
             assert our_log[key] == pytest.approx(log[key], rel=1e-4, abs=1e-5), key
     for one, other in zip(our_gradients, gradients, strict=True):
         assert worst_error(one, other) <= 1e-4
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_label_smoothing_of_transformers(tmp_path):
-    """The Trainer's own: of log_softmax, with labels that it takes from the model's arguments."""
-    from flce.integrations.transformers import FuseCallback
-
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return len(IDS)
-
-        def __getitem__(self, i):
-            return {"input_ids": IDS[i], "labels": torch.where(IDS[i] % 5 == 0, -100, IDS[i])}
-
-    def losses(callbacks):
-        arguments = {**TRAINING, "output_dir": str(tmp_path), "max_steps": 2, "logging_steps": 1}
-        arguments |= {"label_smoothing_factor": 0.1, "per_device_train_batch_size": BATCH}
-        arguments = transformers.TrainingArguments(**arguments)
-        trainer = transformers.Trainer(
-            llama(), arguments, train_dataset=Rows(), callbacks=callbacks
-        )
-        with LogitsMade(BATCH * (LENGTH - 1), VOCAB) as seen:
-            logs, gradients = recorded(trainer)
-        return [log["loss"] for log in logs], gradients, seen.found
-
-    expected, gradients, made = losses([])
-    callback = FuseCallback(when="always", strict=True, **SMALL)
-    got, fused_gradients, fused_made = losses([callback])
-    assert made and not fused_made and callback.handle.losses
-    assert got == pytest.approx(expected, rel=1e-5)
-    for one, other in zip(fused_gradients, gradients, strict=True):
-        assert worst_error(one, other) <= 1e-4
