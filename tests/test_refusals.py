@@ -311,9 +311,24 @@ CALLS = [
     ("adapter_input", ValueError, ["(6,"], ones(1, TOKENS, 4), adapter()),
     ("accumulate_into", ValueError, ["adapter"], "grad", adapter()),
 ]
+# Not all of these are refused on the meta device.
+OF_CLASSES = [
+    ("topk", ValueError, [f"0 to {VOCAB}", "-1"], -1, {}),
+    ("topk", ValueError, [f"0 to {VOCAB}", "12"], VOCAB + 1, {}),
+    ("topk", TypeError, ["an int", "2.0"], 2.0, {}),
+    ("topk", TypeError, ["an int", "True"], True, {}),
+    ("topk", ValueError, ["0 with classes", "3"], 3, {"classes": ones(TOKENS, 2, dtype=INT64)}),
+    ("classes", TypeError, ["tensor", "list"], [1], {}),
+    ("classes", TypeError, ["int64"], ones(TOKENS, 1), {}),
+    ("classes", ValueError, ["(6, 2)"], ones(TOKENS + 1, 2, dtype=INT64), {}),
+    ("classes", ValueError, ["(6, 6)"], ones(TOKENS, dtype=INT64), {}),
+    ("classes", ValueError, ["(6, 1)"], ones(TOKENS, 0, dtype=INT64), {}),
+]
 
 
-@pytest.mark.parametrize(("name", "error", "words", "value", "others"), CALLS, ids=label)
+@pytest.mark.parametrize(
+    ("name", "error", "words", "value", "others"), CALLS + OF_CLASSES, ids=label
+)
 def test_calls(device, name, error, words, value, others):
     given = {one: make(device) if callable(make) else make for one, make in others.items()}
     given[name] = value(device) if callable(value) else value
