@@ -63,6 +63,10 @@ LINEAR = {
     "logits_dtype": [*RARELY, "own"],
     "chunk_rows": range(1, 10),
     "spread": [False, False, True],  # tensors with other elements in between
+    "autocast": [
+        False,
+        True,
+    ],  # of 16 bits: float32 tensors, all but the weight in every other call
 }
 
 
@@ -71,7 +75,6 @@ RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidde
 # Not sampled: float64, probabilities.
 SAMPLED = {
     **LINEAR,
-    "adapter": [None],
     "dtype": [torch.float32],
     "targets": [torch.int64, torch.int64, torch.int32],
     "std": [0.5, 3.0, 20.0, 0.0],
@@ -260,6 +263,21 @@ def strategies(case):
     return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
 
 
+def called(case, plan, **call):
+    """flce's results; under autocast the gradients as the operands' dtype has them."""
+    if not plan["autocast"] or case.dtype.itemsize > 2:
+        return cases.outcome(flce.linear_cross_entropy, case, **call)
+    wide = case.to(torch.float32)
+    if plan["seed"] % 2:
+        wide.linear_weight = case.linear_weight
+    with torch.autocast(case.input.device.type, case.dtype):
+        made = cases.outcome(flce.linear_cross_entropy, wide, **call)
+    for name in made.keys() & set(cases.LEAVES):
+        assert made[name].dtype == getattr(wide, name, wide.options.get(name)).dtype
+        made[name] = made[name].to(case.dtype)
+    return made
+
+
 def budget_of(plan):
     """The size in bytes of a few rows of logits in the widest dtype, with their alignment."""
     return plan["chunk_rows"] * (plan["vocab"] + 15) * 8
@@ -280,8 +298,7 @@ def test_linear_cross_entropy(device, part):
         for save in strategies(case):
             for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
                 knobs = {"save": save, "max_memory": budget, "logits_dtype": dtype}
-                results = cases.outcome(flce.linear_cross_entropy, case, **call, **knobs)
-                yardstick.check(results, f"{knobs}")
+                yardstick.check(called(case, plan, **call, **knobs), f"{knobs}")
 
     run()
 
@@ -342,7 +359,7 @@ def test_sampled_gradients(device, part):
             case,
             eps=plan["gradient_eps"],
             seed=plan["gradient_seed"],
-            wants=plan["wants"],
+            wants=(*plan["wants"], *(cases.LEAVES[3:] if plan["adapter"] else ())),
             upstream=upstream,
             max_memory=budget_of(plan) if plan["in_chunks"] else None,
         )
