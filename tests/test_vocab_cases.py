@@ -80,7 +80,7 @@ def drawn(pick, ranks):
         case.linear_weight[case.options["valid_vocab"] :] = math.nan  # never read
     # Some ranks have no class, or padding alone.
     ends = [*sorted(pick.randint(0, plan["vocab"]) for _ in range(ranks - 1)), plan["vocab"]]
-    given = {"vocab_parallel": how, "ends": ends if plan["begins"] else None}
+    given = {"vocab_parallel": how, "ends": ends if plan["begins"] else None, "plan": plan}
     if not plan["begins"] and plan["vocab"] % ranks == 0:
         how["vocab"] = None  # equal shares
     if plan["logits_dtype"] and plan["dtype"].itemsize < 8:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_on_ranks
+from test_properties import called
 
 import flce
 
@@ -108,16 +109,17 @@ class Ranks:
 
     def compare(
         self, case, *, ends=None, vocab_parallel=None, wants=cases.GRADIENTS,
-        upstream=None, cancels=False, **knobs,
+        upstream=None, cancels=False, plan=None, **knobs,
     ):  # fmt: skip
         """Notes where the results differ from the definition's and from those of one process.
-        Returns this rank's results."""
+        Returns this rank's results. `plan`: of test_properties.py, for autocast."""
         how = dict(vocab_parallel or {})
         sequence, reduces = how.get("sequence", False), how.get("reduce_input_grad", True)
         vocab_parallel = self.parallel(how.pop("vocab", case.linear_weight.shape[0]), ends, **how)
         own = self.divided(case, ends, sequence)
         call = {"wants": wants, "upstream": upstream, **knobs}
-        made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vocab_parallel, **call)
+        plan = plan or {"autocast": False}
+        made = called(own, plan, vocab_parallel=vocab_parallel, **call)
         parts = self.gathered(made)
         results = self._joined(parts, sequence, reduces, case.dtype)
         if self.rank > 0:
