@@ -20,10 +20,6 @@ SAVES = ("logits", "stats")
 ATTRIBUTES = ("grad", "main_grad")
 
 
-def wide(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def make(device, dtype, seed=3):
     """A case whose weight is a parameter; its ignored rows contain NaN."""
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, bias=True, seed=seed)
@@ -33,7 +29,8 @@ def make(device, dtype, seed=3):
 
 
 def begin(weight, attribute, dtype=None, scale=0.01):
-    dtype = dtype or (weight.dtype if attribute == "grad" else wide(weight.dtype))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    dtype = dtype or (weight.dtype if attribute == "grad" else wide)
     held = (scale * torch.randn(weight.shape, device=weight.device)).to(dtype)
     setattr(weight, attribute, held)
     return held.double().clone()

@@ -41,10 +41,6 @@ class Loss(nn.Module):
         return loss + constant.sin().mean()
 
 
-def loss_in_modules():
-    return Model(loss_of=Loss(), dtype=torch.float32)
-
-
 def made_partitioned():
     import deepspeed
 
@@ -54,10 +50,6 @@ def made_partitioned():
 
 def llama(**options):
     return tiny_llama(vocab_size=VOCAB, **options)
-
-
-def tied_llama():
-    return llama(tie_word_embeddings=True)
 
 
 def adapted_llama():
@@ -107,11 +99,15 @@ class Enclosed(WithHead):
 
 PLAIN = {
     "capped": capped,
-    "loss in Modules": loss_in_modules,
+    "loss in Modules": lambda: Model(loss_of=Loss(), dtype=torch.float32),
     "made partitioned": made_partitioned,
     "flce's Module": lambda: WithHead(nn.Linear),
 }
-FRAMEWORKS = {"llama": llama, "tied llama": tied_llama, "adapted llama": adapted_llama}
+FRAMEWORKS = {
+    "llama": llama,
+    "tied llama": lambda: llama(tie_word_embeddings=True),
+    "adapted llama": adapted_llama,
+}
 
 
 def trained(rank, make, fuse, strict=True, is_mixed=True):

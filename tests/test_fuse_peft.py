@@ -35,10 +35,6 @@ def moved(model):
     return model.train()
 
 
-def gemma():
-    return built("Gemma2ForCausalLM", final_logit_softcapping=2.0)
-
-
 def two_adapters():
     model = adapted(llama())
     added(model)
@@ -56,7 +52,11 @@ SETTINGS += [{"bias": "lora_only"}, {"init_lora_weights": False, "lora_alpha": 3
 MODELS = {
     **{str(one): (lambda one=one: adapted(llama(), **one), LORA, "2 products") for one in SETTINGS},
     "tied": (lambda: adapted(llama(tie_word_embeddings=True)), LORA, "2 products"),
-    "scaled and capped": (lambda: adapted(gemma()), LORA, "2 products"),
+    "scaled and capped": (
+        lambda: adapted(built("Gemma2ForCausalLM", final_logit_softcapping=2.0)),
+        LORA,
+        "2 products",
+    ),
     "two adapters": (two_adapters, LORA, "3 products"),
     "saved": (lambda: in_body(modules_to_save=["lm_head"]), ("lm_head.modules_to_save",), "none"),
     "in the body": (in_body, (), "none"),

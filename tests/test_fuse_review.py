@@ -208,19 +208,11 @@ def step(kind, **options):
     return lambda model: getattr(torch.optim, kind)(model.parameters(), 0.1, **options).step()
 
 
-def compiled_step(model):
-    torch.compile(torch.optim.AdamW(model.parameters(), 0.1).step, backend="aot_eager")()
-
-
 def step_of_zero3(model):
     """Its optimizers own copies; DeepSpeed marks the weights by ds_id, and writes to them later."""
     model.lm_head.weight.ds_id = 0
     copy = torch.nn.Parameter(torch.zeros(1))
     torch.optim.SGD([copy]).step()
-
-
-def scaled_state(model):
-    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
 
 
 def another_model_steps(model):
@@ -244,14 +236,18 @@ CHANGES = {
     "fused AdamW": step("AdamW", fused=True),
     "fused SGD": step("SGD", fused=True),
     "AdamW": step("AdamW"),
-    "compiled step": compiled_step,
+    "compiled step": lambda model: torch.compile(
+        torch.optim.AdamW(model.parameters(), 0.1).step, backend="aot_eager"
+    )(),
     "step after freezing": frozen_late_steps,
     "ZeRO-3's step": step_of_zero3,
     "bfloat16": lambda model: model.bfloat16(),
     "bfloat16 and back": lambda model: model.bfloat16().float(),
     "data": lambda model: model.lm_head.weight.data.mul_(1.1),
     "other data": lambda model: setattr(model.lm_head.weight, "data", torch.ones(V, H)),
-    "load_state_dict": scaled_state,
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: 2 * value for name, value in model.state_dict().items()}
+    ),
 }
 NO_CHANGES = {
     "none": lambda model: None,

@@ -158,10 +158,6 @@ def nested(tensor):
     return torch.nested.nested_tensor([tensor.detach()] * 2)
 
 
-def complex_of(tensor):
-    return tensor.to(torch.complex64)
-
-
 # What every tensor argument refuses: the change of a valid one, the error, what is expected, and
 # of which arguments.
 NAMED = ("linear_weight", "target", "linear_bias", "weight", "token_weight")
@@ -175,7 +171,12 @@ MISTAKES = {
     "list": (lambda t: t.tolist(), TypeError, "a tensor", ("input", "logits", *NAMED)),
     "None": (lambda t: None, TypeError, "a tensor", ("logits", *THREE)),
     "requires grad": (lambda t: t.float().requires_grad_(), ValueError, NO_GRAD, OF_ROWS),
-    "complex": (complex_of, (TypeError, ValueError), "", ("input", "logits", *NAMED, *SCALARS)),
+    "complex": (
+        lambda t: t.to(torch.complex64),
+        (TypeError, ValueError),
+        "",
+        ("input", "logits", *NAMED, *SCALARS),
+    ),
     "meta": (lambda t: t.detach().to("meta"), ValueError, "the device of ", ELSEWHERE),
 }
 
