@@ -1,6 +1,7 @@
 """Fixtures: the device that a test runs on, and the kernels that it uses there."""
 
 import os
+import sys
 
 # A graph compiled with another build of flce has that build's workspace sizes and must not come
 # from the cache on disk. Set before torch is imported.
@@ -67,5 +68,7 @@ def _fresh_settings(monkeypatch, pytestconfig):
     # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
     monkeypatch.setattr(flce.fusion.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     # transformers' TrainingArguments with torch_compile allow TF32 for the whole process.
     torch.backends.cuda.matmul.allow_tf32 = False

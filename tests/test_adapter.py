@@ -54,7 +54,6 @@ def test_a_frozen_weight_has_no_gradient(device, save):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_compiled(device, frozen):
-    torch.compiler.reset()
     case = make(8, torch.float32, device)
     compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend="aot_eager")
     expected, got = (

@@ -255,7 +255,6 @@ def test_our_output_where_liger_has_none(device, ligers_functional, monkeypatch,
 
 
 def test_compile_fullgraph_with_ligers_output(device, ligers_functional):
-    torch._dynamo.reset()
     x, w, b, y = make("indices", device)
 
     def call(x, w, b):

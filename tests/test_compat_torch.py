@@ -59,7 +59,6 @@ def compiled_calls(x, w, y):
 
 @pytest.mark.parametrize("name", ["torch", "cce", "liger"])
 def test_compile_fullgraph(device, name):
-    torch._dynamo.reset()
     x, w, _, y = make("indices", device, batch=(2, 5))
     function = compiled_calls(x, w, y)[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

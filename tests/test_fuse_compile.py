@@ -24,13 +24,6 @@ def compiled(model, **options):
     return torch.compile(model, **{"backend": "aot_eager", "fullgraph": True, **options})
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
-
-
 USES = {
     "plain": same,
     "scale, cap, cast": lambda z: torch.tanh(z.to(torch.float32) / 3) * 3.0,

@@ -190,7 +190,6 @@ def trained(model, loss_of):
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_loss_without_labels_is_told(compiles):
     """Once, in the first step; not before, and not after a loss by flce."""
-    torch.compiler.reset()
     model = Model()
     called = torch.compile(model, backend="aot_eager") if compiles else model
 

@@ -114,7 +114,6 @@ COMPILED += ["shifted", "sum of log p", "mean logits"]
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
-    torch.compiler.reset()
     model = model_of(FORMS[name], dtype=torch.float32, scale=0.5)
     expected = run(model)
     with flce.fuse(model, strict=True) as handle:
@@ -122,7 +121,6 @@ def test_compiled(name):
         for _ in range(2):
             equal_runs(run(model, called=called), expected, 2e-5)
     assert handle.losses
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("when", ["labels", "always"])

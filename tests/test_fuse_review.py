@@ -268,7 +268,6 @@ LATE += [(name, MODES[i % 3], True) for i, name in enumerate((*CHANGES, *NO_CHAN
 @pytest.mark.parametrize("name, mode, compiles", LATE)
 def test_logits_read_late(name, mode, compiles):
     """After a change a RuntimeError, whatever has changed the weight; else the values."""
-    torch.compiler.reset()
     model = Model()
     expected = model(IDS).detach()
 
@@ -293,7 +292,6 @@ def test_logits_read_late(name, mode, compiles):
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_frozen_head_whose_input_is_written_to(compiles):
     """Eager autograd keeps no input of a frozen head, so that this is no error there."""
-    torch.compiler.reset()
     model = Model().requires_grad_(False)
     x = torch.randn(5, H)
 
@@ -410,7 +408,6 @@ def comparisons(z):
 @pytest.mark.filterwarnings("ignore:flce.fuse")
 @pytest.mark.parametrize("use", [sizes, numbers_of, comparisons])
 def test_compiled(use):
-    torch.compiler.reset()
 
     def compiled(model):
         return torch.compile(lambda ids: use(model(ids)), backend="aot_eager")(IDS)

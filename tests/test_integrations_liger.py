@@ -157,7 +157,6 @@ def test_a_kernel_by_name_is_ligers(installed, monkeypatch):
 def test_compile_fullgraph(only_flce):
     x, w, b, y = operands("cpu", torch.float32)
     module = liger_kernel.LigerFusedLinearCrossEntropyLoss()
-    torch._dynamo.reset()
     agree(torch.compile(module, fullgraph=True, backend="aot_eager")(w, x, y, b),
           F.cross_entropy(F.linear(x, w, b), y), (x, w, b), TOLERANCE[torch.float32])  # fmt: skip
 

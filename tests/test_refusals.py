@@ -477,7 +477,6 @@ def test_what_c_refuses_has_its_class(how, mode):
         return call(x, w, target, save="logits", max_memory=2**60)
 
     if how == "compiled":
-        torch._dynamo.reset()
         loss = torch.compile(loss, backend="aot_eager", dynamic=True)
     with mode():
         out_of_range = torch.ones(3, 1), torch.ones(4, 1), torch.tensor([0, 4, 1])
@@ -491,7 +490,6 @@ def test_what_c_refuses_has_its_class(how, mode):
 
 def test_dynamo_shows_what_python_refuses():
     """With fullgraph=True its own error quotes the exception that ends the graph."""
-    torch._dynamo.reset()
     bounded = functools.partial(flce.linear_cross_entropy, valid_bound="count")
     compiled = torch.compile(lambda *given: bounded(*given), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="valid_bound: expected an int or None under torch.comp"):

@@ -101,7 +101,6 @@ def test_modules_operators_and_logprobs(device):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("kind", ["int", "tensor"])
 def test_compile_with_a_seed(device, backend, kind):
-    torch._dynamo.reset()
     case = make(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
 
@@ -127,7 +126,6 @@ def test_compile_with_a_seed(device, backend, kind):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_without_a_seed(device, backend):
-    torch._dynamo.reset()
     case = make(device)
     x = case.input.requires_grad_()
 

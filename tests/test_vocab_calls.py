@@ -221,7 +221,6 @@ def test_a_compiled_first_call(ranks):
         with counted_exchanges() as counts:
             function(own.input, own.linear_weight, own.target, vocab_parallel=vp)
         ranks.note(counts[-1].call_count == 0, "a comparison")
-    torch._dynamo.reset()
 
 
 @on(4)

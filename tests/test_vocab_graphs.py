@@ -154,4 +154,3 @@ def test_denominators(ranks):
 
     made = torch.compile(count, backend="aot_eager", fullgraph=True)(target)
     ranks.agree("num_items", made, torch.tensor(2.0).double(), 0.0)
-    torch._dynamo.reset()
