@@ -1,6 +1,8 @@
 """Fixtures: the device that a test runs on, and the kernels that it uses there."""
 
+import importlib
 import os
+import pathlib
 import sys
 
 # A graph compiled with another build of flce has that build's workspace sizes and must not come
@@ -57,6 +59,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a script of benchmarks/ as if it were run there."""
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture(autouse=True)

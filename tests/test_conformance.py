@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -362,10 +361,8 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
         call(monkeypatch, command, "--cases", 2, "--only", 7)
 
 
-def test_the_table_of_records(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("conformance_peers", PEERS)
-    peers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peers)
+def test_the_table_of_records(scripts, monkeypatch, tmp_path):
+    peers = scripts("conformance_peers")
     page, path = tmp_path / "page.md", tmp_path / "record.json"
     record = run(Adapter("halves", wraps_targets, ALL), [(0, SMALL[-1]), (1, SMALL[0])], CPU)
     path.write_text(json.dumps([vars(record)]))
