@@ -103,19 +103,6 @@ def make_case(
     return case
 
 
-def plant(case, gaps):
-    """Changes row i so that another column's logit exceeds the target's by gaps[i]; with a
-    negative gap the target's is the larger. The margin is exact up to the rounding of x."""
-    w = case.linear_weight.double()
-    x, target = case.input.double().clone(), case.target.clone()
-    vocab = w.shape[0]
-    for row, gap in enumerate(gaps):
-        other = (int(target[row]) + 1 + row) % vocab
-        step = w[other] - w[target[row]]
-        x[row] = gap * step / step.square().sum()
-    return dataclasses.replace(case, input=x.to(case.dtype), target=target)
-
-
 def ignore_some(case, index=-100, every=3):
     """Ignores every third row and fills it with NaN, which must not reach any result."""
     x, target = case.input.clone(), case.target.clone()
@@ -327,6 +314,7 @@ class Yardstick:
         limits = torch.finfo(self.case.dtype)
         tiny = limits.tiny * (limits.eps if self.case.dtype == torch.float16 else 1.0)
         tiny *= math.sqrt(width)
+        eager_error = eager_error.nan_to_num(nan=0.0)  # of 16 bits that overflow
         return torch.maximum(2.0 * eager_error, granted * size + absolute + tiny)
 
 

@@ -3,6 +3,7 @@ machine. Of the records the rate of the bare products, the passes' bandwidth and
 fitted to two GPUs' products, profile and single exchanges (comments in predict.py); the steps, and
 everything of one GPU, were not."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -120,6 +121,21 @@ def test_parts_of_a_step(model):
     # What a product hides: of two ranks all of the all-to-all but the memory's time.
     copies = of_head(model, chunks=2)
     assert copies.exposed < copies.exchange / 2
+
+
+@pytest.mark.parametrize(
+    "name, factor", [("network", 2), ("nccl_latency", 0.5), ("network_latency", 0.5)]
+)
+@pytest.mark.parametrize("save", ["grads", "logits"])
+def test_a_faster_network_is_never_slower(model, name, factor, save):
+    faster = dataclasses.replace(model.H200, **{name: factor * getattr(model.H200, name)})
+    for transport in (model.NCCL, model.HIERARCHICAL):
+        plan = model.make_plan(*HEAD, 64, save)
+        before, after = (
+            model.predict(plan, *HEAD[1:], machine, transport).step
+            for machine in (model.H200, faster)
+        )
+        assert after < before
 
 
 def test_meshes(model):

@@ -6,6 +6,7 @@ the number of cases; they are the same in each run.
 
 import math
 import os
+import random
 from itertools import combinations
 
 import cases
@@ -20,6 +21,8 @@ import flce
 ALL_OUTPUTS = ("loss", "lse", "entropy")
 EXAMPLES = {"cpu": 1600, "cuda": 480}
 RARELY = [None] * 3  # prepended to the values of an option that most calls omit
+# Around every vector and tile width.
+TAILS = (3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1025, 2049)
 SHAPES = [
     (),
     *((n,) for n in range(41)),
@@ -30,10 +33,10 @@ SHAPES = [
 # The values that each part of a call is drawn from, simplest first: failing cases shrink to these.
 LOSS = {
     "seed": range(256),
-    "shape": SHAPES,
-    "vocab": range(1, 71),
+    "shape": [*SHAPES, *((n,) for n in (63, 127, 128, 129, 257))],
+    "vocab": [*range(1, 71), *range(1, 71), *TAILS],
     "dtype": [torch.float64] * 5 + [torch.float32, torch.bfloat16, torch.float16],
-    "std": [0.5, 3.0, 8.0],
+    "std": [0.5, 0.5, 3.0, 3.0, 8.0, 300.0],
     "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
     "ignore": [0.0, 0.0, 0.6, 1.0],  # the fraction of ignored rows
     "ignore_index": [-100, -100, None, 0, -1, 99],  # 99: beyond the classes
@@ -51,8 +54,8 @@ LOSS = {
 }
 LINEAR = {
     **LOSS,
-    "hidden": range(1, 25),
-    "bias": [False, True],
+    "hidden": [*range(1, 25), 33, 129],
+    "bias": [None, 0.0, 0.0, -200.0, 200.0],  # its mean
     "adapter": [*RARELY, 1, 8],  # its rank
     "wants": [subset for size in (3, 2, 1, 0) for subset in combinations(cases.GRADIENTS, size)],
     "shift": [0, 0, 0, 1, 2, 5],
@@ -78,6 +81,8 @@ SAMPLED = {
     "dtype": [torch.float32],
     "targets": [torch.int64, torch.int64, torch.int32],
     "std": [0.5, 3.0, 20.0, 0.0],
+    "bias": [None, 0.0],
+    "shape": SHAPES,
     "vocab": range(1, 301, 3),
     "accum_dtype": [None],
     "logits_dtype": [None],
@@ -193,8 +198,9 @@ def linear_case(plan):
     options.update(valid_vocab=valid_vocab, accum_dtype=plan["accum_dtype"])
     if dtype == torch.float64:
         options["accum_dtype"] = None
-    if plan["bias"]:
-        options["linear_bias"] = torch.randn(vocab, generator=random).to(dtype)
+    if plan["bias"] is not None:
+        bias = torch.randn(vocab, generator=random) + plan["bias"]
+        options["linear_bias"] = bias.to(dtype)
     if rank := plan["adapter"]:
         options["adapter_input"] = torch.randn(*shape, rank, generator=random).to(dtype)
         low_rank = torch.randn(vocab, rank, generator=random)
@@ -283,24 +289,41 @@ def budget_of(plan):
     return plan["chunk_rows"] * (plan["vocab"] + 15) * 8
 
 
+def check(plan, device):
+    """Every strategy that supports the call, in one chunk and in several."""
+    case, random = linear_case(plan)
+    case, upstream = moved(case, upstream_of(plan, random), device)
+    adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
+    call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
+    dtype = plan["dtype"] if plan["logits_dtype"] else None
+    yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
+    case = with_padding(case)
+    for save in strategies(case):
+        for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
+            knobs = {"save": save, "max_memory": budget, "logits_dtype": dtype}
+            yardstick.check(called(case, plan, **call, **knobs), f"{knobs}")
+
+
 @PARTS
 def test_linear_cross_entropy(device, part):
     @examples(device, part)
     @hypothesis.given(plans(LINEAR))
     def run(plan):
-        case, random = linear_case(plan)
-        case, upstream = moved(case, upstream_of(plan, random), device)
-        adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
-        call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
-        dtype = plan["dtype"] if plan["logits_dtype"] else None
-        yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
-        case = with_padding(case)
-        for save in strategies(case):
-            for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
-                knobs = {"save": save, "max_memory": budget, "logits_dtype": dtype}
-                yardstick.check(called(case, plan, **call, **knobs), f"{knobs}")
+        check(plan, device)
 
     run()
+
+
+@pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
+def test_cpu_variants(variant, monkeypatch):
+    """Each variant of the CPU kernels that this machine supports."""
+    monkeypatch.setenv("FLCE_CPU_VARIANT", variant)
+    if torch.ops.flce.cpu_variant() == "none":
+        pytest.skip(f"this CPU has no {variant}")
+    assert torch.ops.flce.cpu_variant() == variant
+    draw = random.Random(0)
+    for _ in range(150):
+        check({name: draw.choice(values) for name, values in LINEAR.items()}, "cpu")
 
 
 @PARTS
