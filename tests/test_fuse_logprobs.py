@@ -254,16 +254,27 @@ def test_a_softcap_does_not_pay_for_an_entropy():
         assert gemms_of(lambda: run(model)) == 6
 
 
-def test_values_without_gradients_do_not_serve_those_with():
-    def loss_of(z, y):
-        with torch.no_grad():
-            old, constant = log_p(z, Y), entropy(z)
-        assert not old.requires_grad and not constant.requires_grad
-        loss = (log_p(z, Y) - 2 * old).exp().sum() + constant.sum() * entropy(z).sum()
-        with torch.no_grad():
-            assert not log_p(z, Y).requires_grad
-        return loss
+def without_gradients_first(z, y):
+    with torch.no_grad():
+        old, constant = log_p(z, Y), entropy(z)
+    assert not old.requires_grad and not constant.requires_grad
+    loss = (log_p(z, Y) - 2 * old).exp().sum() + constant.sum() * entropy(z).sum()
+    with torch.no_grad():
+        assert not log_p(z, Y).requires_grad
+    return loss
 
+
+def results_written_to(z, y):
+    """They are tensors of their own."""
+    logp, lse, h = log_p(z, Y) * 1, z.logsumexp(-1), entropy(z)
+    with torch.no_grad():
+        for values in (log_p(z, Y), z.logsumexp(-1), entropy(z)):
+            values.masked_fill_(Y % 3 == 0, 0.0)
+    return (logp * lse * h + log_p(z, Y) * z.logsumexp(-1) * entropy(z)).sum()
+
+
+@pytest.mark.parametrize("loss_of", [without_gradients_first, results_written_to])
+def test_results_that_are_used_again(loss_of):
     model = Model(loss_of=loss_of)
     equal_runs(fused_run(model)[0], run(model), 1e-11)
 
@@ -304,42 +315,24 @@ def test_without_gradients(mode):
             assert gemms_of(lambda: equal(model(IDS, IDS)[0], expected)) == 1
 
 
-def test_results_may_be_written_to():
-    def loss_of(z, y):
-        logp, lse, h = log_p(z, Y) * 1, z.logsumexp(-1), entropy(z)
-        with torch.no_grad():
-            for values in (log_p(z, Y), z.logsumexp(-1), entropy(z)):
-                values.masked_fill_(Y % 3 == 0, 0.0)
-        return (logp * lse * h + log_p(z, Y) * z.logsumexp(-1) * entropy(z)).sum()
-
-    model = Model(loss_of=loss_of)
-    equal_runs(fused_run(model)[0], run(model), 1e-11)
-
-
-def test_log_p_of_logits_that_are_written_to_later():
+def written_to_later(z, y):
     """As of real tensors, whose log_softmax is no view."""
+    logp, p = z.log_softmax(-1), z.softmax(-1)
+    z = z.mul_(2)
+    return logp.gather(-1, Y[..., None]).sum() + (p * p).sum() + z.logsumexp(-1).sum()
 
-    def loss_of(z, y):
-        logp, p = z.log_softmax(-1), z.softmax(-1)
-        z = z.mul_(2)
-        return logp.gather(-1, Y[..., None]).sum() + (p * p).sum() + z.logsumexp(-1).sum()
 
-    model = Model(loss_of=loss_of)
-    expected = run(model)
-    with pytest.warns(UserWarning, match="mul_ is not deferred"), flce.fuse(model):
-        equal_runs(run(model), expected, 1e-11)
+def copies_written_to(z, y):
+    """Each has memory of its own, whatever was made before."""
+    first, copies = z.clone(), [z.clone(), z.log_softmax(-1).clone(), z.log_softmax(-1).clone()]
+    before = first.sin().sum()
+    after = sum(one.mul_(i).sin().sum() for i, one in enumerate(copies))
+    return before + after + first.cos().sum() + z.sin().sum()
 
 
 @pytest.mark.filterwarnings("ignore:flce.fuse.*sin is not deferred")
-def test_copies_are_written_to():
-    """Each has memory of its own, whatever was made before."""
-
-    def loss_of(z, y):
-        first, copies = z.clone(), [z.clone(), z.log_softmax(-1).clone(), z.log_softmax(-1).clone()]
-        before = first.sin().sum()
-        after = sum(one.mul_(i).sin().sum() for i, one in enumerate(copies))
-        return before + after + first.cos().sum() + z.sin().sum()
-
+@pytest.mark.parametrize("loss_of", [written_to_later, copies_written_to])
+def test_logits_that_are_written_to(loss_of):
     model = Model(loss_of=loss_of)
     expected = run(model)
     with pytest.warns(UserWarning, match="mul_ is not deferred"), flce.fuse(model):
