@@ -58,6 +58,17 @@ def test_all_classes_above_eps_give_the_exact_gradient(device, dtype, options, s
     cases.Yardstick(case, cancels=True, **call).check(made)
 
 
+@pytest.mark.parametrize("wants", [("input",), ("linear_weight",), ("linear_bias",)], ids="-".join)
+def test_frozen_parts(device, wants):
+    """What is wanted has the same bits as with all gradients."""
+    case = cases.ignore_some(make(device))
+    every, made = (
+        cases.outcome(flce.linear_cross_entropy, case, wants=names, **sampled(5))
+        for names in (cases.GRADIENTS, wants)
+    )
+    assert cases.same_bits(made, {name: every[name] for name in made})
+
+
 def test_autocast(device):
     case = make(device)
     with torch.autocast(device, torch.bfloat16):

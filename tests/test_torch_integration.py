@@ -63,17 +63,10 @@ def linear(module):
 
 
 def eager(module, x, y):
-    """The module's loss computed by torch's own operations."""
     layer = linear(module)
-    logits = module.logit_scale * F.linear(x, layer.weight, layer.bias)
-    return F.cross_entropy(
-        module.softcap * torch.tanh(logits / module.softcap) / module.temperature,
-        y,
-        weight=class_weight(module),
-        reduction=module.reduction,
-        ignore_index=module.ignore_index,
-        label_smoothing=module.label_smoothing,
-    )
+    options = {name: getattr(module, name) for name in SETTINGS if name != "max_memory"}
+    options |= {"linear_bias": layer.bias, "weight": class_weight(module)}
+    return flce.reference.linear_cross_entropy(x, layer.weight, y, **options)
 
 
 def close(value, truth, tolerance=1e-11):
