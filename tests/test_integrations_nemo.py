@@ -77,6 +77,15 @@ def test_a_float32_weight_serves_in_the_dtype_of_hidden_states():
         assert (a.double() - b.double()).norm() <= 2**-7 * b.double().norm()
 
 
+def test_autocast():
+    x, w, y = operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = FlceLinearCrossEntropy()(x, y, w)
+    expected = truth(x, w, y, 0, "sum")
+    assert (made - expected).abs() <= 2**-7 * expected
+    assert torch.autograd.grad(made, w)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("given", [{"num_label_tokens": 3}, {"loss_weights": torch.ones(B, N)}])
 def test_refusals(given):
     x, w, y = operands()

@@ -70,6 +70,13 @@ def test_module_under_autocast(request):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
+def test_both_backends_are_served(only_flce):
+    x, w, y = operands()
+    with ours.install():
+        for a, b in zip(ppo(x, w, y), ppo(x, w, y, "liger"), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_kernel(only_flce):
     x, w, y = operands(torch.float64)
     with ours.install():
@@ -131,6 +138,7 @@ def test_no_tensor_of_all_logits(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_verls_forwards(only_flce, backend):
+    """The forwards that verl puts into transformers' models."""
     from tiny_models import tiny_llama
     from verl.models.transformers import dense_common
 
