@@ -11,7 +11,7 @@ import cases
 import hopper
 import pytest
 import torch
-from batch_invariance import Change, draw, findings, findings_of_logits
+from batch_invariance import Change, Finding, draw, findings, findings_of_logits
 
 import flce
 
@@ -166,3 +166,14 @@ def test_the_record(tmp_path, capsys, monkeypatch):
     assert set(run["matrix"]["N"]) == set(EVERY)
     assert run["matrix"]["other rows"]["dx"] == "same bits"
     assert "other rows         same bits: logprobs, " in capsys.readouterr().out
+
+
+def test_a_matrix_names_what_differs():
+    cases = ("N=1", 1, 0, 0.0), ("N=2", 2, 1, 0.5), ("N=9", 9, 3, 0.25)
+    found = [Finding("N", case, "dx", *numbers) for case, *numbers in cases]
+    matrix = batch_invariance.matrix_of([*found, Finding("N", "N=1", "lse", 1, 0, 0.0)])
+    differing = {"largest": 0.5, "rows": 12, "differing": {"N=2": 1, "N=9": 3}}
+    assert matrix == {"N": {"dx": differing, "lse": "same bits"}}
+    (line,) = batch_invariance.lines_of(matrix)
+    text = "dx: 4 of 12 rows differ, by 5.0e-01 at most (N=2, N=9)"
+    assert line.split(maxsplit=1) == ["N", f"same bits: lse; {text}"]

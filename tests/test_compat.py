@@ -327,6 +327,14 @@ def test_liger_promotes_a_narrower_bias(device, wide, narrow, scale):
     assert torch.allclose(got.double(), expected.double(), rtol=torch.finfo(narrow).eps, atol=1e-6)
 
 
+def test_liger_promotes_one_16_bit_bias_beside_another(device):
+    x, w = (leaf(*shape, device=device, dtype=torch.bfloat16) for shape in ((N, H), (V, H)))
+    b, y = leaf(V, device=device, dtype=torch.float16), indices(N, device=device)
+    ours = liger.liger_fused_linear_cross_entropy(x, w, y, b)
+    assert torch.equal(ours, flce.linear_cross_entropy(x, w, y, linear_bias=b.float()))
+    assert torch.autograd.grad(ours, b)[0].dtype == torch.float16
+
+
 # ---- CCE ----
 
 

@@ -73,6 +73,14 @@ def test_strided_logits(device, dtype):
     assert all(cases.same_bits(plain, other) for other in others)
 
 
+def test_retain_graph(device):
+    case = make_case(5, 9, dtype=torch.float32, device=device)
+    leaf = case.input.requires_grad_()
+    loss = flce.cross_entropy(leaf, case.target)
+    first, second = (torch.autograd.grad(loss, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_and_gemms(device, dtype):
     """Saved: four numbers per row. Allocated in the backward: the gradient. No GEMM runs."""

@@ -310,6 +310,17 @@ def test_jsd_near_its_limits(beta):
         assert abs(made.item() - truth) <= bound * truth, gap
 
 
+def test_chunks_agree_and_repeat(device):
+    named, options = draw(4, device)
+    options |= {"reduction": "sum", "divergence": "jsd", "max_memory": 1 << 20}
+    once = outcome(flce.linear_divergence, named, options)
+    again = outcome(flce.linear_divergence, named, options)
+    parts = outcome(flce.linear_divergence, named, {**options, "max_memory": 4 << 10})
+    for name, value in once.items():
+        assert torch.equal(value, again[name])
+        assert (value - parts[name]).abs().max() <= 1e-11 * (1 + value.abs().max())
+
+
 @pytest.mark.parametrize("given", cases.DTYPES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_dtypes_of_teacher_logits(device, dtype, given):

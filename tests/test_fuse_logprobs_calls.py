@@ -27,6 +27,16 @@ def test_options_of_losses_do_not_reach_them(options):
     equal_runs(fused_run(model, **options)[0], run(model), 1e-11)
 
 
+def test_accumulation():
+    model = model_of(both)
+    expected = run(model)[1]
+    model.zero_grad()
+    with flce.fuse(model, strict=True, accumulate_into="grad"):
+        for times in (1.0, 2.0):
+            model(IDS, IDS)[0].backward()
+            equal(model.lm_head.weight.grad, times * expected[1], 1e-11)
+
+
 @pytest.mark.filterwarnings("ignore:flce.fuse.*is not deferred")
 def test_indices_without_rows_or_ids():
     model = Model()
@@ -142,6 +152,25 @@ def test_metrics_after_the_loss(when):
         assert bool(handle.reads) == (when == "labels")
         assert any(VOCAB in shape[1:] for _, shape in seen.found) == (when == "labels")
         assert torch.equal(detached, real)
+
+
+def test_a_frozen_head():
+    model = model_of(both)
+    model.requires_grad_(False)
+    model.embedding.requires_grad_(True)
+    with flce.fuse(model, strict=True):
+        model(IDS, IDS)[0].backward()
+    got, model.embedding.weight.grad = model.embedding.weight.grad, None
+    model(IDS, IDS)[0].backward()
+    equal(got, model.embedding.weight.grad, 1e-11)
+
+
+def test_generation_reads_logits():
+    """Without a loss before it, argmax acts on the logits that an unfused head would give."""
+    model = Model()
+    with flce.fuse(model, when="always", strict=True) as handle, torch.no_grad():
+        model(IDS)[1][:, -1].argmax(-1)
+        assert handle.reads == {"torch.Tensor.argmax": 1}
 
 
 def test_one_row():

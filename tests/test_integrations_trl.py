@@ -175,6 +175,22 @@ def test_compile_fullgraph(softcap, outputs):
     torch.testing.assert_close(made, expected)
 
 
+def test_compile_with_a_detached_entropy():
+    x, w, _ = operands(bias=False)
+
+    def outputs(x, w):
+        return of_function(x, w, None, outputs=OUTPUTS[1])[:2]
+
+    with ours.install(entropy="detached"):
+        torch._dynamo.reset()
+        expected = outputs(x, w)
+        made = torch.compile(outputs, backend="aot_eager")(x, w)
+    torch.testing.assert_close(made, expected)
+    assert not made[1].requires_grad
+    pairs = [torch.autograd.grad(logprobs.sum(), (x, w)) for logprobs in (made[0], expected[0])]
+    torch.testing.assert_close(*pairs)
+
+
 SFT = {"softcap": 5.0, "outputs": OUTPUTS[2]}  # of a model with a softcap
 ENTROPIES = [
     (None, {"outputs": OUTPUTS[2]}, True),

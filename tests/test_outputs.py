@@ -84,6 +84,29 @@ def test_grads_makes_them_again_for_other_outputs(device, output):
 # ---- compile ----
 
 
+@pytest.mark.parametrize("save", ["logits", "grads", "stats"])
+def test_compile_of_several_options(device, save):
+    x, w, y = cases.leaves(device, 3, 8, dtype=torch.float32)
+    y[0, 3] = -100
+    temperature = cases.per_row(device, 3, 8).float()
+    options = {"temperature": temperature, "softcap": 3.0, "logit_scale": 0.75, "num_items": 11}
+    options |= {"label_smoothing": 0.1, "z_loss": 0.05, "shift": 1, "valid_vocab": VOCAB - 2}
+    y.clamp_(max=VOCAB - 3)
+
+    def call(x, w):
+        made = flce.linear_cross_entropy(
+            x, w, y, save=save, return_lse=True, return_accuracy=True, **options
+        )
+        return made.loss + made.lse.sum(), made.accuracy
+
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        loss, accuracy = function(x, w)
+        results.append([loss, accuracy, *torch.autograd.grad(loss, (x, w))])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("save", ["logits", "stats"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_entropy_of_a_row_whose_target_is_impossible(device, save, dtype):
