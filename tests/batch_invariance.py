@@ -183,7 +183,6 @@ def logprobs_of_linear_loss(x, w, y, part):
 
 
 def compared(change, name, made, expected):
-    """The Finding of one result."""
     bits = BITS.get(made.dtype, made.dtype)
     made, expected = (each.reshape(len(each), -1) for each in (made, expected))
     differs = (made.view(bits) != expected.view(bits)).any(-1)

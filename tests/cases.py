@@ -62,14 +62,16 @@ class Case:
     options: dict = dataclasses.field(default_factory=dict)
 
     def to(self, dtype):
-        """The same values in another floating dtype."""
+        return self.map(lambda one: one.to(dtype) if one.is_floating_point() else one)
 
-        def cast(value):
-            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(dtype) if floating else value
+    def map(self, function):
+        """The case of `function` of each tensor."""
 
-        options = {name: cast(value) for name, value in self.options.items()}
-        return Case(cast(self.input), cast(self.linear_weight), cast(self.target), options)
+        def made(value):
+            return function(value) if isinstance(value, torch.Tensor) else value
+
+        options = {name: made(value) for name, value in self.options.items()}
+        return Case(made(self.input), made(self.linear_weight), made(self.target), options)
 
     def with_options(self, **options):
         return dataclasses.replace(self, options={**self.options, **options})
@@ -101,19 +103,6 @@ def make_case(
     return case
 
 
-def plant(case, gaps):
-    """Changes row i so that another column's logit exceeds the target's by gaps[i]; with a
-    negative gap the target's is the larger. The margin is exact up to the rounding of x."""
-    w = case.linear_weight.double()
-    x, target = case.input.double().clone(), case.target.clone()
-    vocab = w.shape[0]
-    for row, gap in enumerate(gaps):
-        other = (int(target[row]) + 1 + row) % vocab
-        step = w[other] - w[target[row]]
-        x[row] = gap * step / step.square().sum()
-    return dataclasses.replace(case, input=x.to(case.dtype), target=target)
-
-
 def ignore_some(case, index=-100, every=3):
     """Ignores every third row and fills it with NaN, which must not reach any result."""
     x, target = case.input.clone(), case.target.clone()
@@ -132,7 +121,7 @@ def outcome(function, case, *, wants=GRADIENTS, grad_output=None, upstream=None,
     named = {"input": case.input, "linear_weight": case.linear_weight}
     named |= {name: case.options.get(name) for name in LEAVES[2:]}
     leaves = {
-        name: tensor.detach().clone().requires_grad_(name in wants)
+        name: tensor.detach().requires_grad_(name in wants)
         for name, tensor in named.items()
         if tensor is not None
     }
@@ -325,6 +314,7 @@ class Yardstick:
         limits = torch.finfo(self.case.dtype)
         tiny = limits.tiny * (limits.eps if self.case.dtype == torch.float16 else 1.0)
         tiny *= math.sqrt(width)
+        eager_error = eager_error.nan_to_num(nan=0.0)  # of 16 bits that overflow
         return torch.maximum(2.0 * eager_error, granted * size + absolute + tiny)
 
 

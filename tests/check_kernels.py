@@ -124,7 +124,6 @@ def faults_of_code(listing, multiplies):
 
 
 def check(source, command, nvdisasm, folder):
-    """(kernels, faults) of a source file."""
     cubin = str(Path(folder, Path(source).stem + ".cubin"))
     command = [*command, "-Xptxas", "-v", "-cubin", source, "-o", cubin]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True)

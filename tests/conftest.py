@@ -1,6 +1,9 @@
 """Fixtures: the device that a test runs on, and the kernels that it uses there."""
 
+import importlib
 import os
+import pathlib
+import sys
 
 # A graph compiled with another build of flce has that build's workspace sizes and must not come
 # from the cache on disk. Set before torch is imported.
@@ -58,6 +61,16 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a script of benchmarks/ as if it were run there."""
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_settings(monkeypatch, pytestconfig):
     """Of the shell or an earlier test; FLCE_POISON is kept: results must not depend on it."""
@@ -67,5 +80,7 @@ def _fresh_settings(monkeypatch, pytestconfig):
     # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
     monkeypatch.setattr(flce.fusion.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     # transformers' TrainingArguments with torch_compile allow TF32 for the whole process.
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -58,8 +58,6 @@ class Call:
 
 
 class Draw:
-    """Makes a Call."""
-
     def __init__(self, function, dtype, seed, ranks=1):
         text = f"{function} {dtype} {seed} {ranks}"
         self.random = random.Random(text)
@@ -81,7 +79,9 @@ class Draw:
 
     def strided(self, tensor):
         """The same values, sometimes in another layout."""
-        way = self.pick("plain", "plain", "transposed", "padded")
+        way = self.pick("plain", "plain", "transposed", "padded", "spread")
+        if way == "spread":
+            return torch.stack([tensor, tensor], -1)[..., 0]
         if way == "transposed" and tensor.dim() == 2:
             return tensor.t().contiguous().t()
         if way == "padded" and tensor.dim() >= 1:
@@ -212,7 +212,7 @@ class Draw:
         if self.function == "topk" or self.function == "classes" and self.chance(0.3):
             self.options["topk"] = self.pick(1, self.valid, self.random.randint(1, self.valid))
             ids = None
-        return target, None if ids is None else self.strided(ids)
+        return self.strided(target), None if ids is None else self.strided(ids)
 
     def _hide(self, leaves, target, ids):
         """NaN where nothing may be read, and a bias of -inf. Classes with a target keep theirs
@@ -260,8 +260,7 @@ class Draw:
             options["classes"] = call.ids
         if function == "sparse":
             self._sparse(call, shapes)
-        # float16 has to hold a rank's part of dX too, of which another rank's may be the negative.
-        size = 2.0**-7 if self.dtype == torch.float16 and self.kind == "extreme" else 1.0
+        size = self._size()
         for name, own in shapes.items():
             grad = size * self.normal(*own).to(wide)
             if own and self.chance(0.3):
@@ -277,6 +276,10 @@ class Draw:
             call.upstream["class_logits"] = None
         call.bounds = self.bounds
 
+    def _size(self):
+        """float16 has to hold a rank's part of dX too, of which another's may be the negative."""
+        return 2.0**-7 if self.dtype == torch.float16 and self.kind == "extreme" else 1.0
+
     def _sparse(self, call, shapes):
         meant = call.meant
         meant["reduction"] = self.pick("none", "mean", "sum")
@@ -284,7 +287,7 @@ class Draw:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         meant["probabilities"] = torch.rand(call.ids.shape, generator=self.generator).to(wide)
         if self.chance(0.4):
-            meant["z_loss"] = 0.1
+            meant["z_loss"] = 0.1 * self._size() ** 2
         if self.chance(0.4):
             meant["token_weight"] = self.normal(*self.shape).to(wide)
         if meant["reduction"] == "mean" and self.chance(0.4):

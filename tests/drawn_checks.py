@@ -46,7 +46,6 @@ def moved(value, device):
 
 
 def on_device(call, device):
-    """The call with its tensors on a device."""
     fields = ("leaves", "target", "ids", "options", "meant", "upstream", "grad_output")
     made = {name: moved(getattr(call, name), device) for name in fields}
     return dataclasses.replace(call, **made)
@@ -81,7 +80,6 @@ def results(call, ranks=None):
 
 
 def truths(call, found):
-    """The same of the definition, in float64."""
     leaves = {
         name: tensor.detach().double().clone().requires_grad_(name in call.needs)
         for name, tensor in call.leaves.items()

@@ -30,7 +30,6 @@ NO_TMA = {"shapes": ((256, 128, 1024), (203, 72, 1008)), "dtypes": DTYPES[2:]}
 
 
 def kernels():
-    """The names of all kernels in the sources."""
     texts = (path.read_text() for path in CUDA.rglob("*.cu*"))
     return {name for text in texts for name in KERNEL.findall(text)}
 
@@ -125,7 +124,6 @@ def join_a_fake_group():
 
 
 def run(kernel, shapes=SHAPES, dtypes=DTYPES):
-    """All calls, with FLCE_KERNEL=kernel."""
     os.environ["FLCE_KERNEL"] = kernel
     for shape in shapes:
         for dtype in dtypes if kernel == "gemm" else dtypes[:2]:  # the fused GEMMs' dtypes
@@ -154,7 +152,6 @@ def run(kernel, shapes=SHAPES, dtypes=DTYPES):
 
 
 def missing():
-    """The kernels that no call launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for kernel in ("gemm", "fused"):
             run(kernel)

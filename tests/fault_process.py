@@ -97,7 +97,6 @@ def interrupts():
 
 
 def threads():
-    """Calls of several threads at once have the bits of one alone."""
     every = [make(seed) for seed in range(4)]
     expected = [results(leaves) for leaves in every]
     start = threading.Barrier(len(every))

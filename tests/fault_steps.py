@@ -31,7 +31,6 @@ def tensors(dtype=torch.float32):
 
 
 def strided(tensor):
-    """The same values in another layout."""
     wide = torch.empty(*tensor.shape, 2, dtype=tensor.dtype)
     return wide.select(-1, 0).copy_(tensor.detach())
 

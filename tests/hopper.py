@@ -37,7 +37,6 @@ def operands(tokens, hidden, vocab, std, seed):
 
 
 def draw(tokens, hidden, vocab, std=1.0, seed=0):
-    """x, W and targets."""
     x, w, random = operands(tokens, hidden, vocab, std, seed)
     return x, w, torch.randint(vocab, (tokens,), generator=random, device="cuda")
 
@@ -82,7 +81,6 @@ def assert_near(values, truths, bar):
 
 
 def assert_close(made, expected, of_gradients=2.6e-3):
-    """Compares `results` with the `truth`."""
     loss, true = made[0], expected[0] if made[0].dim() else expected[0].mean()
     error = (loss.double() - true).abs()
     assert bool((error <= 1e-5 * true.abs() + 2e-5).all()), error.max()

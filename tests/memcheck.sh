@@ -54,7 +54,7 @@ allocator="graph or compile or peak or without_a_copy or given_back"
 for dtype in "float64" "float32" "bfloat16" "(float16 and not bfloat16)"; do
   slice 0 tests/test_accuracy.py "cuda and test_grid and $dtype"
 done
-slice 0 tests/test_accuracy.py "cuda and not test_grid and not cpu_variants"
+slice 0 tests/test_accuracy.py "cuda and not test_grid"
 for file in tests/test_*.py; do
   [ "$file" = tests/test_accuracy.py ] || slice 0 "$file" "cuda and not ($allocator or more_than or out_of_memory)"
 done

@@ -123,7 +123,6 @@ OTHER_FAILED = "the barrier after the case failed"
 
 
 def serve(rank, port, connection):
-    """The body of a process."""
     torch.set_num_threads(1)
     seconds = datetime.timedelta(seconds=IN_COLLECTIVE)
     store = dist.TCPStore("127.0.0.1", port, None, False, seconds)

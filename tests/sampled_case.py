@@ -29,7 +29,6 @@ def make(device, dtype=torch.float32, *, std=2.0, bias=True, vocab=VOCAB, tokens
 
 
 def upstream_of(reduction):
-    """The upstream gradient of the loss, as `outcome` takes it."""
     if reduction != "none":
         return {"loss": torch.tensor(-0.37)}
     upstream = torch.randn(TOKENS, generator=cases.generator(2))
@@ -44,13 +43,16 @@ def agree(ours, truth, case, reach):
     the weight's."""
     tokens, vocab = case.target.numel(), case.linear_weight.shape[0]
     x, w = case.input.nan_to_num().abs(), case.linear_weight.abs()
-    largest = x.max() * w.sum(-1).max() if x.numel() else torch.zeros(())
-    tolerance = cases.FLOORS[torch.float32][1] + 2.0**-24 * largest.item()
     longest = {"input": w, "linear_weight": x, "linear_bias": torch.ones(1, 1)}
+    products = [(x, w)]
+    if case.options.get("adapter_weight") is not None:
+        low_rank, narrow = (case.options[name].nan_to_num().abs() for name in cases.LEAVES[3:])
+        longest |= {"adapter_input": narrow, "adapter_weight": low_rank}
+        products.append((low_rank, narrow))
+    largest = sum(a.max() * b.sum(-1).max() for a, b in products).item() if x.numel() else 0.0
+    tolerance = cases.FLOORS[torch.float32][1] + 2.0**-24 * largest
     drawn = 1 + math.ceil(tokens * min(0.5, 4e-5 * vocab))
-    for name in cases.GRADIENTS:
-        if name not in truth:
-            continue
+    for name in truth.keys() & longest.keys():
         got, expected = ours[name].double(), truth[name]
         assert got.shape == expected.shape
         width = 1 if name == "linear_bias" else expected.shape[-1]
@@ -59,7 +61,7 @@ def agree(ours, truth, case, reach):
         row = longest[name].norm(dim=-1)
         least = 2.0**-24 * reach * (row.max().item() if row.numel() else 0.0)
         differs = ~(error <= tolerance * (size + size.mean()) + least)
-        allowed = drawn if name == "input" else 2 * drawn
+        allowed = drawn if name.endswith("input") else 2 * drawn
         assert differs.sum() <= allowed, f"{name}: {differs.nonzero().flatten().tolist()}"
 
 
@@ -80,7 +82,7 @@ def compare(case, *, eps=2**-6, seed=7, upstream=None, **call):
         assert ours[name].dtype == value.dtype
         if name == "predictions" or (name == "loss" and same_kernels):
             assert torch.equal(ours[name], value)
-        elif name not in cases.GRADIENTS:
+        elif name not in cases.LEAVES:
             torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=near)
     reach = max(one.abs().max().item() if one.numel() else 0.0 for one in upstream.values())
     truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64), **given, **call)

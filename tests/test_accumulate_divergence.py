@@ -31,7 +31,6 @@ def make(device, dtype, how):
 
 
 def backward(x, weight, given, attribute, times=1):
-    """The gradient of x."""
     x.grad = None
     loss = flce.linear_divergence(x, weight, accumulate_into=attribute, **given)
     for time in range(times):
@@ -73,58 +72,6 @@ def test_each_backward_adds_once(device, how):
     dw, weight.grad = weight.grad, None
     backward(x, weight, given, "grad", times=3)
     assert (weight.grad - 3 * dw).abs().max() <= 1e-12
-
-
-def test_megatrons_protocol(device):
-    x, weight, given = make(device, torch.float32, "forward")
-    hold(weight, "main_grad")
-    weight.grad_added_to_main_grad = False
-    backward(x, weight, given, "main_grad")
-    assert weight.grad_added_to_main_grad and not weight.grad.any()
-
-
-def test_without_a_gradient_of_the_weight(device):
-    """The attribute is not looked at."""
-    x, weight, given = make(device, torch.float32, "forward")
-    weight.requires_grad_(False)
-    backward(x, weight, given, "main_grad")
-    with torch.no_grad():
-        flce.linear_divergence(x, weight, accumulate_into="main_grad", **given)
-    assert weight.grad is None and not hasattr(weight, "main_grad")
-
-
-def of(call):
-    """`call` of an x, a weight and the arguments of a call, which has to fail."""
-    x, weight, given = make("cpu", torch.float32, "forward")
-    hold(weight, "grad")
-    before = weight.grad.clone()
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as found:
-        call(x, weight, {**given, "accumulate_into": "grad"})
-    assert torch.equal(weight.grad, before)
-    return str(found.value)
-
-
-def test_refusals():
-    divergence = flce.linear_divergence
-
-    def with_hook(x, weight, given):
-        weight.register_hook(lambda grad: grad)
-        divergence(x, weight, **given)
-
-    def with_result(x, weight, given):
-        torch.autograd.grad(divergence(x, weight, **given), (x, weight))
-
-    def compiled(x, weight, given):
-        torch.compile(divergence, fullgraph=True, backend="eager")(x, weight, **given)
-
-    assert "expected one of" in of(lambda x, w, g: divergence(x, w, **{**g, "accumulate_into": 1}))
-    assert "expected a leaf as" in of(lambda x, w, g: divergence(x, w * 1, **g))
-    assert "without gradient hooks" in of(with_hook)
-    assert "torch.autograd.grad() cannot return it" in of(with_result)
-    assert "torch.compile" in of(compiled)
-    into = {"accumulate_into": "main_grad"}
-    message = of(lambda x, w, g: divergence(x, w, **{**g, **into}))
-    assert message.startswith("linear_weight.main_grad: expected a tensor")
 
 
 def test_plan(device):

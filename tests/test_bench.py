@@ -90,7 +90,6 @@ def test_a_picture_of_an_unknown_format(tmp_path, capsys):
 
 
 def test_refusals(capsys):
-    """Before anything is run."""
     for arguments, message in (
         (["--vocab", "0"], "vocab: expected 1 to 2147483647, got 0"),
         (["--tokens", str(10**20)], f"tokens: expected 1 to 2147483647, got {10**20}"),

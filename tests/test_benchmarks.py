@@ -2,7 +2,6 @@
 checked."""
 
 import contextlib
-import importlib
 import json
 import pathlib
 import sys
@@ -15,15 +14,6 @@ import torch
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 SHAPE = "24x16x200+bias"
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Imports a script of benchmarks/ as if it were run there."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for path in BENCHMARKS.glob("*.py"):
-        sys.modules.pop(path.stem, None)
 
 
 def bench(scripts, tmp_path, *arguments):
@@ -154,7 +144,6 @@ def test_device_clock_on_cuda(scripts, tmp_path, cuda):
 
 
 def test_reference_is_that_of_autograd(scripts, monkeypatch):
-    """Also with many chunks and with ignored rows."""
     problems = scripts("problem")
     monkeypatch.setattr(problems, "CHUNK_BYTES", 3 * 200 * 8 * 5)
     shape, draw = problems.Shape(24, 16, 200, bias=True), {"ignored": 0.3, "targets": "model"}

@@ -19,7 +19,6 @@ needs_torchs = pytest.mark.skipif(not HAS_TORCHS, reason="torch has no linear_cr
 
 
 def eager(x, w, target, *, linear_bias=None, ignore_index=None, options=None, **kwargs):
-    """torch's definition: linear and cross_entropy."""
     ignore_index = -100 if ignore_index is None else ignore_index
     return F.cross_entropy(F.linear(x, w, linear_bias), target, ignore_index=ignore_index, **kwargs)
 
@@ -60,7 +59,6 @@ def compiled_calls(x, w, y):
 
 @pytest.mark.parametrize("name", ["torch", "cce", "liger"])
 def test_compile_fullgraph(device, name):
-    torch._dynamo.reset()
     x, w, _, y = make("indices", device, batch=(2, 5))
     function = compiled_calls(x, w, y)[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -96,7 +94,6 @@ def test_what_torchs_options_become():
 @needs_torchs
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_torchs_options(device, reduction):
-    """Both of torch's paths and flce's own `options` give the same numbers."""
     x, w, b, target = make("indices", device)
     for options in (
         torch.nn.LinearCrossEntropyOptions(),
@@ -125,7 +122,6 @@ def test_torchs_signatures():
 
 @needs_torchs
 def test_torchs_module(device):
-    """The same state_dict, and with it the same loss."""
     weight = torch.rand(V, device=device, dtype=torch.float64)
     call = {"bias": True, "weight": weight, "label_smoothing": 0.1}
     factory = {"device": device, "dtype": torch.float64}

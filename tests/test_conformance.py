@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import json
 import sys
@@ -73,8 +72,6 @@ def test_flce_passes_drawn_cases(name, device):
 
 
 class Changed(torch.autograd.Function):
-    """The identity, with `change` applied to the gradient."""
-
     @staticmethod
     def forward(ctx, value, change):
         ctx.change = change
@@ -399,10 +396,8 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
         call(monkeypatch, command, "--cases", 2, "--seconds", 0)
 
 
-def test_the_table_of_records(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("conformance_peers", PEERS)
-    peers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peers)
+def test_the_table_of_records(scripts, monkeypatch, tmp_path):
+    peers = scripts("conformance_peers")
     page, path = tmp_path / "page.md", tmp_path / "record.json"
     record = run(Adapter("halves", wraps_targets, ALL), [(0, SMALL[-1]), (1, SMALL[0])], CPU)
     path.write_text(json.dumps([vars(record)]))

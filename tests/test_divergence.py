@@ -120,7 +120,6 @@ def draw(seed, device, dtype=torch.float64):
 
 
 def outcome(function, named, options):
-    """The loss and the gradients of `named`, by name."""
     leaves = {n: tensor.detach().clone().requires_grad_() for n, tensor in named.items()}
     loss = function(**leaves, **options)
     upstream = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype, device=loss.device)
@@ -580,7 +579,6 @@ def test_packed_beta_near_its_limits(cuda, monkeypatch, beta):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tail", ["class", "renormalize"])
 def test_teacher_of_a_few_classes(device, tail, kind):
-    """Distributions over the K classes and, for "class", the rest."""
     x, w, _ = cases.leaves(device, 9, hidden=5, vocab=70)
     log_q = torch.randn(9, 70, dtype=x.dtype, device=device).log_softmax(-1)
     ids = log_q.topk(8).indices

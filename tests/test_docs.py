@@ -18,7 +18,6 @@ OTHERS = [pages.ROOT / "CONTRIBUTING.md", pages.ROOT / "CHANGELOG.md"]
 
 
 def loaded(path):
-    """A script of docs/ or benchmarks/ as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -138,12 +137,8 @@ def test_pictures_are_those_of_the_records(tmp_path):
 
 
 @pytest.fixture
-def pictures(monkeypatch):
-    """benchmarks/pictures.py, which imports its neighbours."""
-    monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
-    yield importlib.import_module("pictures")
-    for name in ("pictures", "plot", "svg", "training_plots"):
-        sys.modules.pop(name, None)
+def pictures(scripts):
+    return scripts("pictures")
 
 
 def test_the_table_of_measurements_has_the_pictures_figures(pictures):

@@ -20,7 +20,6 @@ def examples_of(name):
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group of this process alone."""
     store = dist.FileStore(str(tmp_path / "store"))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

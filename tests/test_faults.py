@@ -39,7 +39,6 @@ def start_python(*arguments, **env):
 
 
 def end_of(process):
-    """Its exit status, output and errors; it is killed after five minutes."""
     try:
         out, errors = process.communicate(timeout=300)
     finally:

@@ -14,7 +14,6 @@ for name in ("transformers", "peft", "accelerate", "tokenizers", "tqdm", "matplo
 
 @pytest.fixture
 def example(monkeypatch, tmp_path):
-    """The module, with a smaller preset, and with arguments for three steps."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     monkeypatch.setattr(sys, "argv", ["finetune_hf.py", "--steps", "3", "--out", str(tmp_path)])
     module = importlib.import_module("finetune_hf")

@@ -23,7 +23,6 @@ def truth_of(case, **options):
 
 
 def scaled_outcome(case, scale=SCALE, **options):
-    """The gradients of `scale` times the loss, divided by `scale` again."""
     results = cases.outcome(
         flce.linear_cross_entropy,
         case,
@@ -136,7 +135,6 @@ def test_the_graph_is_kept(device, options):
 
 
 def test_too_large_a_gradient_is_infinite(device):
-    """As with an eager head, so that a GradScaler skips the step."""
     case = draw(device)
     w = case.linear_weight.requires_grad_()
     scaler = torch.amp.GradScaler(device, init_scale=2.0**30)

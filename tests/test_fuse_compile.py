@@ -24,13 +24,6 @@ def compiled(model, **options):
     return torch.compile(model, **{"backend": "aot_eager", "fullgraph": True, **options})
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
-
-
 USES = {
     "plain": same,
     "scale, cap, cast": lambda z: torch.tanh(z.to(torch.float32) / 3) * 3.0,
@@ -40,7 +33,6 @@ USES = {
 
 @pytest.mark.parametrize("name", USES)
 def test_one_graph(name):
-    """No break more than without fuse, under strict=True; the logits are right too."""
     model = make(USES[name])
     expected = run(model)
     assert dynamo.explain(model)(IDS, labels=IDS).graph_break_count == 0
@@ -84,7 +76,6 @@ def test_a_compiled_forward_of_an_eager_model():
 @pytest.mark.parametrize("when", ["labels", "always"])
 @pytest.mark.parametrize("was_called", [False, True])
 def test_a_compiled_model_is_fused(when, was_called):
-    """flce.fuse(torch.compile(model)): the model in it."""
     model = make()
     expected = run(model)
     called = compiled(model)
@@ -167,7 +158,6 @@ def test_logits_of_a_compiled_call_are_a_tensor():
 
 
 def test_dynamic_shapes():
-    """Three lengths, one graph."""
     model = make(USES["scale, cap, cast"])
     with flce.fuse(model, strict=True):
         called = compiled(model, dynamic=True)

@@ -41,10 +41,6 @@ class Loss(nn.Module):
         return loss + constant.sin().mean()
 
 
-def loss_in_modules():
-    return Model(loss_of=Loss(), dtype=torch.float32)
-
-
 def made_partitioned():
     import deepspeed
 
@@ -54,10 +50,6 @@ def made_partitioned():
 
 def llama(**options):
     return tiny_llama(vocab_size=VOCAB, **options)
-
-
-def tied_llama():
-    return llama(tie_word_embeddings=True)
 
 
 def adapted_llama():
@@ -107,11 +99,15 @@ class Enclosed(WithHead):
 
 PLAIN = {
     "capped": capped,
-    "loss in Modules": loss_in_modules,
+    "loss in Modules": lambda: Model(loss_of=Loss(), dtype=torch.float32),
     "made partitioned": made_partitioned,
     "flce's Module": lambda: WithHead(nn.Linear),
 }
-FRAMEWORKS = {"llama": llama, "tied llama": tied_llama, "adapted llama": adapted_llama}
+FRAMEWORKS = {
+    "llama": llama,
+    "tied llama": lambda: llama(tie_word_embeddings=True),
+    "adapted llama": adapted_llama,
+}
 
 
 def trained(rank, make, fuse, strict=True, is_mixed=True):
@@ -156,7 +152,6 @@ def whole(parameters):
 
 
 def compare(rank, make, other_make, fuse, **options):
-    """Trains a model and a fused one -> the handle of that"""
     expected, added, _ = trained(rank, make, None, **options)
     got, other_added, handle = trained(rank, other_make, fuse, **options)
     for one, other in zip((*got, *other_added), (*expected, *added), strict=True):
@@ -213,7 +208,6 @@ def refuse_outside(rank):
 
 
 def open_deepspeed():
-    """This process's rank."""
     rank = dist.get_rank()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "DS_ACCELERATOR": "cpu"}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -238,7 +232,6 @@ def plain_models():
 # In fresh processes, because DeepSpeed keeps a group that it has seen.
 @needs_deepspeed
 def test_plain_models_train_as_unfused():
-    """And what is refused, or not fused."""
     run_on_ranks(2, plain_models, fresh=True)
 
 

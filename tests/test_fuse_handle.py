@@ -182,7 +182,6 @@ def test_a_head_that_is_not_called_is_told():
 
 
 def trained(model, loss_of):
-    """A step with an optimizer that owns the model's parameters."""
     loss_of(model).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     model.zero_grad()
@@ -191,7 +190,6 @@ def trained(model, loss_of):
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_loss_without_labels_is_told(compiles):
     """Once, in the first step; not before, and not after a loss by flce."""
-    torch.compiler.reset()
     model = Model()
     called = torch.compile(model, backend="aot_eager") if compiles else model
 
@@ -384,7 +382,6 @@ def test_the_handle_in_words():
 
 
 def test_a_model_on_meta():
-    """Shapes alone: as without fuse."""
     model = Model().to("meta")
     with flce.fuse(model, strict=True):
         loss, logits = model(IDS.to("meta"), IDS.to("meta"))

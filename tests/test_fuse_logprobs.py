@@ -29,7 +29,6 @@ BIAS = torch.linspace(-2, 2, VOCAB, dtype=torch.float64)
 
 
 def pick(values, y, dim=-1):
-    """The value of each row's class."""
     return values.gather(dim, y.unsqueeze(-1)).squeeze(-1)
 
 
@@ -155,7 +154,6 @@ USES = {
 
 
 def weighted(form, z, y):
-    """A loss whose gradient differs for each row."""
     values = form(z, y.clamp(max=z.shape[-1] - 1))
     return (values * torch.arange(1.0, ROWS + 1, dtype=values.dtype).sin().view(y.shape)).sum()
 
@@ -233,7 +231,6 @@ SHARED = {  # what the loss computes, how many logits GEMMs the forward takes
 
 @pytest.mark.parametrize("name", SHARED)
 def test_results_of_one_call(name):
-    """One logits GEMM in the forward and two GEMMs in the backward."""
     loss_of, gemms = SHARED[name]
     model = Model(loss_of=lambda z, y: loss_of(z, Y))
     expected = run(model)
@@ -257,16 +254,27 @@ def test_a_softcap_does_not_pay_for_an_entropy():
         assert gemms_of(lambda: run(model)) == 6
 
 
-def test_values_without_gradients_do_not_serve_those_with():
-    def loss_of(z, y):
-        with torch.no_grad():
-            old, constant = log_p(z, Y), entropy(z)
-        assert not old.requires_grad and not constant.requires_grad
-        loss = (log_p(z, Y) - 2 * old).exp().sum() + constant.sum() * entropy(z).sum()
-        with torch.no_grad():
-            assert not log_p(z, Y).requires_grad
-        return loss
+def without_gradients_first(z, y):
+    with torch.no_grad():
+        old, constant = log_p(z, Y), entropy(z)
+    assert not old.requires_grad and not constant.requires_grad
+    loss = (log_p(z, Y) - 2 * old).exp().sum() + constant.sum() * entropy(z).sum()
+    with torch.no_grad():
+        assert not log_p(z, Y).requires_grad
+    return loss
 
+
+def results_written_to(z, y):
+    """They are tensors of their own."""
+    logp, lse, h = log_p(z, Y) * 1, z.logsumexp(-1), entropy(z)
+    with torch.no_grad():
+        for values in (log_p(z, Y), z.logsumexp(-1), entropy(z)):
+            values.masked_fill_(Y % 3 == 0, 0.0)
+    return (logp * lse * h + log_p(z, Y) * z.logsumexp(-1) * entropy(z)).sum()
+
+
+@pytest.mark.parametrize("loss_of", [without_gradients_first, results_written_to])
+def test_results_that_are_used_again(loss_of):
     model = Model(loss_of=loss_of)
     equal_runs(fused_run(model)[0], run(model), 1e-11)
 
@@ -307,44 +315,24 @@ def test_without_gradients(mode):
             assert gemms_of(lambda: equal(model(IDS, IDS)[0], expected)) == 1
 
 
-def test_results_may_be_written_to():
-    """They are tensors of their own."""
-
-    def loss_of(z, y):
-        logp, lse, h = log_p(z, Y) * 1, z.logsumexp(-1), entropy(z)
-        with torch.no_grad():
-            for values in (log_p(z, Y), z.logsumexp(-1), entropy(z)):
-                values.masked_fill_(Y % 3 == 0, 0.0)
-        return (logp * lse * h + log_p(z, Y) * z.logsumexp(-1) * entropy(z)).sum()
-
-    model = Model(loss_of=loss_of)
-    equal_runs(fused_run(model)[0], run(model), 1e-11)
-
-
-def test_log_p_of_logits_that_are_written_to_later():
+def written_to_later(z, y):
     """As of real tensors, whose log_softmax is no view."""
+    logp, p = z.log_softmax(-1), z.softmax(-1)
+    z = z.mul_(2)
+    return logp.gather(-1, Y[..., None]).sum() + (p * p).sum() + z.logsumexp(-1).sum()
 
-    def loss_of(z, y):
-        logp, p = z.log_softmax(-1), z.softmax(-1)
-        z = z.mul_(2)
-        return logp.gather(-1, Y[..., None]).sum() + (p * p).sum() + z.logsumexp(-1).sum()
 
-    model = Model(loss_of=loss_of)
-    expected = run(model)
-    with pytest.warns(UserWarning, match="mul_ is not deferred"), flce.fuse(model):
-        equal_runs(run(model), expected, 1e-11)
+def copies_written_to(z, y):
+    """Each has memory of its own, whatever was made before."""
+    first, copies = z.clone(), [z.clone(), z.log_softmax(-1).clone(), z.log_softmax(-1).clone()]
+    before = first.sin().sum()
+    after = sum(one.mul_(i).sin().sum() for i, one in enumerate(copies))
+    return before + after + first.cos().sum() + z.sin().sum()
 
 
 @pytest.mark.filterwarnings("ignore:flce.fuse.*sin is not deferred")
-def test_copies_are_written_to():
-    """Each has memory of its own, whatever was made before."""
-
-    def loss_of(z, y):
-        first, copies = z.clone(), [z.clone(), z.log_softmax(-1).clone(), z.log_softmax(-1).clone()]
-        before = first.sin().sum()
-        after = sum(one.mul_(i).sin().sum() for i, one in enumerate(copies))
-        return before + after + first.cos().sum() + z.sin().sum()
-
+@pytest.mark.parametrize("loss_of", [written_to_later, copies_written_to])
+def test_logits_that_are_written_to(loss_of):
     model = Model(loss_of=loss_of)
     expected = run(model)
     with pytest.warns(UserWarning, match="mul_ is not deferred"), flce.fuse(model):
@@ -412,7 +400,6 @@ def without_gradient(z):
 
 @pytest.mark.parametrize("name", MADE)
 def test_made_instead(name):
-    """Real logits with equal values and gradients, and a warning that names the operation."""
     loss_of, operation = MADE[name]
     model = Model(loss_of=lambda z, y: loss_of(z))
     expected = run(model)
@@ -436,8 +423,6 @@ def test_ids_out_of_range():
 
 
 class ProductsMade(LogitsMade):
-    """Notes what the head's own forward makes."""
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         if "mm" in str(function) and made.shape[-1] == VOCAB and made.dim() == 2:
@@ -446,7 +431,6 @@ class ProductsMade(LogitsMade):
 
 
 def test_real_logits_are_made_once():
-    """For several values of them, none of which is recognised."""
     model = Model(
         loss_of=lambda z, y: (
             z.log_softmax(-1).square().sum() + z.softmax(-1).square().sum() + z.square().sum()

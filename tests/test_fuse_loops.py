@@ -107,7 +107,6 @@ def test_litgpt(settings, steps, chunked):
 
 
 def test_lightning(tmp_path):
-    """Three steps of its Trainer, with accumulation and a validation."""
     lightning = pytest.importorskip("lightning", exc_type=ImportError)
 
     class Training(lightning.LightningModule):

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from test_fuse_logprobs import entropy_of_chunks, policy_loss, selective
 from tiny_models import (
     BATCH,
     IDS,
@@ -170,7 +171,6 @@ MADE = {
 
 @pytest.mark.parametrize("name", MADE)
 def test_made_instead(name):
-    """The operation gets real logits, and a warning or an error names it."""
     use, loss_of, operation = MADE[name]
     with pytest.warns(UserWarning, match=f"flce.fuse: Model: torch.*({operation}) is not deferred"):
         handle = compare(Model(use, loss_of))
@@ -223,9 +223,19 @@ def test_autocast(wide, inside, dtype):
     assert handle.losses
 
 
-def test_makes_no_logits():
+def capped_loss(z, y):
+    return shifted_loss(torch.tanh(z / 3) * 3, y)
+
+
+def trl_loss(z, y):
+    z, y = z[:, :-1], y[:, 1:]
+    return -selective(z, y).mean() - 0.01 * entropy_of_chunks(z).mean()
+
+
+@pytest.mark.parametrize("loss_of", [capped_loss, trl_loss, policy_loss])
+def test_makes_no_logits(loss_of):
     ids = torch.randint(VOCAB, (16, 32))
-    model = Model(lambda z: torch.tanh(z.float() / 3) * 3, shifted_loss, dtype=torch.float32)
+    model = Model(lambda z: z.float() / 0.9, loss_of, dtype=torch.float32)
     with LogitsMade(16 * 31, VOCAB) as seen:
         run(model, ids)
     assert seen.found

@@ -19,8 +19,6 @@ TARGET = (IDS * 7 + 3) % V
 
 
 class Model(tiny_models.Model):
-    """Logits alone; with a second head and a vector."""
-
     def __init__(self):
         super().__init__(dtype=torch.float32, scale=0.5)
         self.other_head = torch.nn.Linear(H, V)
@@ -210,19 +208,11 @@ def step(kind, **options):
     return lambda model: getattr(torch.optim, kind)(model.parameters(), 0.1, **options).step()
 
 
-def compiled_step(model):
-    torch.compile(torch.optim.AdamW(model.parameters(), 0.1).step, backend="aot_eager")()
-
-
 def step_of_zero3(model):
     """Its optimizers own copies; DeepSpeed marks the weights by ds_id, and writes to them later."""
     model.lm_head.weight.ds_id = 0
     copy = torch.nn.Parameter(torch.zeros(1))
     torch.optim.SGD([copy]).step()
-
-
-def scaled_state(model):
-    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
 
 
 def another_model_steps(model):
@@ -246,14 +236,18 @@ CHANGES = {
     "fused AdamW": step("AdamW", fused=True),
     "fused SGD": step("SGD", fused=True),
     "AdamW": step("AdamW"),
-    "compiled step": compiled_step,
+    "compiled step": lambda model: torch.compile(
+        torch.optim.AdamW(model.parameters(), 0.1).step, backend="aot_eager"
+    )(),
     "step after freezing": frozen_late_steps,
     "ZeRO-3's step": step_of_zero3,
     "bfloat16": lambda model: model.bfloat16(),
     "bfloat16 and back": lambda model: model.bfloat16().float(),
     "data": lambda model: model.lm_head.weight.data.mul_(1.1),
     "other data": lambda model: setattr(model.lm_head.weight, "data", torch.ones(V, H)),
-    "load_state_dict": scaled_state,
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: 2 * value for name, value in model.state_dict().items()}
+    ),
 }
 NO_CHANGES = {
     "none": lambda model: None,
@@ -274,7 +268,6 @@ LATE += [(name, MODES[i % 3], True) for i, name in enumerate((*CHANGES, *NO_CHAN
 @pytest.mark.parametrize("name, mode, compiles", LATE)
 def test_logits_read_late(name, mode, compiles):
     """After a change a RuntimeError, whatever has changed the weight; else the values."""
-    torch.compiler.reset()
     model = Model()
     expected = model(IDS).detach()
 
@@ -299,7 +292,6 @@ def test_logits_read_late(name, mode, compiles):
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_frozen_head_whose_input_is_written_to(compiles):
     """Eager autograd keeps no input of a frozen head, so that this is no error there."""
-    torch.compiler.reset()
     model = Model().requires_grad_(False)
     x = torch.randn(5, H)
 
@@ -416,7 +408,6 @@ def comparisons(z):
 @pytest.mark.filterwarnings("ignore:flce.fuse")
 @pytest.mark.parametrize("use", [sizes, numbers_of, comparisons])
 def test_compiled(use):
-    torch.compiler.reset()
 
     def compiled(model):
         return torch.compile(lambda ids: use(model(ids)), backend="aot_eager")(IDS)

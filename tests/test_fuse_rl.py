@@ -46,7 +46,6 @@ def mean(values):
 
 
 def reinforce(model, old):
-    """With an entropy bonus."""
     logits = model(input_ids=IDS).logits[:, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / 0.8
     log_probs = F.log_softmax(logits, dim=-1)
@@ -126,40 +125,6 @@ def test_loops(loss_of, dtype, tied):
     assert loss_error <= bar and gradient_error <= bar and not made
 
 
-@pytest.mark.parametrize("loss_of", LOOPS)
-def test_loops_in_bfloat16(loss_of):
-    """Gradients are as near to those of float32 as eager ones, which round logits and log p; the
-    error of TRL's logits less logsumexp is in the loss too."""
-    model = llama().bfloat16()
-    exact = copy.deepcopy(model).float()
-    _, truth = step(loss_of, exact, copy.deepcopy(exact))
-    _, eager = step(loss_of, model, copy.deepcopy(model))
-    old = copy.deepcopy(model)
-    with flce.fuse(model, when="always", strict=True, **SMALL):
-        with LogitsMade(BATCH * (LENGTH - 1), VOCAB) as seen, flce.fuse(old, when="always"):
-            _, got = step(loss_of, model, old)
-    assert not seen.found
-
-    def error(gradients):
-        return sum(float((gradients[n] - g).norm()) for n, g in truth.items())
-
-    assert error(got) <= 1.1 * error(eager)
-
-
-@pytest.mark.parametrize("loss_of", [reinforce, dpo])
-def test_compiled_models(loss_of):
-    """The logits of a compiled call are read outside of it: nothing is fused. In it, it is."""
-    torch.compiler.reset()
-    model = llama()
-    expected, gradients = step(loss_of, model, model)
-    with flce.fuse(model, when="always", strict=True) as handle:
-        called = torch.compile(loss_of, backend="aot_eager")
-        loss, fused_gradients = step(called, model, model)
-    assert handle.losses and abs(loss - expected) <= 1e-5
-    assert worst_error(fused_gradients, gradients) <= 1e-4
-    torch.compiler.reset()
-
-
 # ---- TRL's trainers ----
 
 ROWS = [{"prompt": p, "chosen": p[::-1], "rejected": p[:2]} for p in PROMPTS]
@@ -197,36 +162,4 @@ def test_trainers_of_preferences(name, tmp_path):
         for key in log.keys() - {"step_time"}:
             assert our_log[key] == pytest.approx(log[key], rel=1e-4, abs=1e-5), key
     for one, other in zip(our_gradients, gradients, strict=True):
-        assert worst_error(one, other) <= 1e-4
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_label_smoothing_of_transformers(tmp_path):
-    """The Trainer's own: of log_softmax, with labels that it takes from the model's arguments."""
-    from flce.integrations.transformers import FuseCallback
-
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return len(IDS)
-
-        def __getitem__(self, i):
-            return {"input_ids": IDS[i], "labels": torch.where(IDS[i] % 5 == 0, -100, IDS[i])}
-
-    def losses(callbacks):
-        arguments = {**TRAINING, "output_dir": str(tmp_path), "max_steps": 2, "logging_steps": 1}
-        arguments |= {"label_smoothing_factor": 0.1, "per_device_train_batch_size": BATCH}
-        arguments = transformers.TrainingArguments(**arguments)
-        trainer = transformers.Trainer(
-            llama(), arguments, train_dataset=Rows(), callbacks=callbacks
-        )
-        with LogitsMade(BATCH * (LENGTH - 1), VOCAB) as seen:
-            logs, gradients = recorded(trainer)
-        return [log["loss"] for log in logs], gradients, seen.found
-
-    expected, gradients, made = losses([])
-    callback = FuseCallback(when="always", strict=True, **SMALL)
-    got, fused_gradients, fused_made = losses([callback])
-    assert made and not fused_made and callback.handle.losses
-    assert got == pytest.approx(expected, rel=1e-5)
-    for one, other in zip(fused_gradients, gradients, strict=True):
         assert worst_error(one, other) <= 1e-4

@@ -153,7 +153,6 @@ OF_FLCE = {  # a loss by flce of deferred logits, and the same by torch
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("name", OF_FLCE)
 def test_losses_of_flce_get_real_logits(name, compiles):
-    torch.compiler.reset()
     model = Model()
     ours, model.loss_of = OF_FLCE[name]
     expected = run(model)

@@ -27,7 +27,6 @@ def configurations():
 
 
 def saved(config, folder):
-    """The folder of a model with random weights, which one rank has written."""
     if dist.get_rank() == 0:
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -75,7 +75,6 @@ def train(model, folder, **settings):
 
 
 def test_losses_and_weights(tmp_path):
-    """20 steps, accumulation 4, ragged labels: as without fuse."""
     plain, fused = llama(), llama()
     expected = train(plain, tmp_path).losses
     with flce.fuse(fused, strict=True) as handle:

@@ -89,7 +89,6 @@ def test_options_beside_probabilities(name, kind):
 
 
 def outcome(function, x, w, t, bias, differentiates_lse, **options):
-    """Loss, lse and the gradients of the loss, plus 1e-3 of the mean lse."""
     leaves = [tensor.clone().requires_grad_() for tensor in (x, w, bias)]
     given = {"linear_bias": leaves[2], "return_lse": True, **options}
     made = function(*leaves[:2], t, **given)
@@ -145,7 +144,6 @@ def test_classes_ruled_out_have_no_gradient():
     top=[10, 14, 17, 20, 60, 200, 1000, 4000], save=["logits", "grads"], dtype=[BF16, torch.float32]
 )
 def test_certain_rows_leave_nothing(top, save, dtype):
-    """Loss and gradients are the float32 rounding error of a difference."""
     hidden, vocab = 1024, 3008
     x = torch.zeros(256, hidden, device="cuda", dtype=BF16)
     rows = torch.arange(256, device="cuda")
@@ -270,7 +268,6 @@ KINDS = {
 
 @cases.pairwise(kind=list(KINDS), save=["logits", "stats"], bound=[False, True])
 def test_both_kernels_agree(monkeypatch, kind, save, bound):
-    """All outputs; of class targets some are ignored, and skipped if a bound is given."""
     x, w, noise = draw(700, 1032, 3001)
     options = dict(KINDS[kind])
     entropy, soft = options.pop("entropy", False), options.pop("soft", False)

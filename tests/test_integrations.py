@@ -31,7 +31,6 @@ def test_unknown_integrations():
 
 @pytest.fixture
 def modules(monkeypatch):
-    """A package that has a function, and a module that has imported it by another name."""
     package, user = types.ModuleType("package"), types.ModuleType("user")
     package.loss = user.theirs = object()
     for module in (package, user):

@@ -149,7 +149,6 @@ def test_distributed_weights_are_cces(monkeypatch, name):
 def test_compile_fullgraph(only_flce):
     x, w, y = operands("cpu", torch.float32)
     module = cut_cross_entropy.LinearCrossEntropy(shift=True)
-    torch._dynamo.reset()
     agree(torch.compile(module, fullgraph=True, backend="aot_eager")(x, w, y),
           expected_of(x, w, y, shift=1), (x, w),
           TOLERANCE[torch.float32])  # fmt: skip

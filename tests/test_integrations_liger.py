@@ -157,7 +157,6 @@ def test_a_kernel_by_name_is_ligers(installed, monkeypatch):
 def test_compile_fullgraph(only_flce):
     x, w, b, y = operands("cpu", torch.float32)
     module = liger_kernel.LigerFusedLinearCrossEntropyLoss()
-    torch._dynamo.reset()
     agree(torch.compile(module, fullgraph=True, backend="aot_eager")(w, x, y, b),
           F.cross_entropy(F.linear(x, w, b), y), (x, w, b), TOLERANCE[torch.float32])  # fmt: skip
 
@@ -194,7 +193,6 @@ def test_other_functions_are_refused(monkeypatch, names):
 
 
 def test_parameters_are_ligers():
-    """What takes arguments by position does so in Liger's order."""
     theirs = tuple(inspect.signature(getattr(ops, FUNCTION).forward).parameters)[1:]
     known = tuple(KNOWN)
     assert known[14:] == ("return_predicted_tokens", "ce_impl", "ce_mode", "chunk_mem_const")

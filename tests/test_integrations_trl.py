@@ -47,7 +47,6 @@ def operands(dtype=torch.float32, bias=True):
 
 
 def of_function(x, w, b, temperature=0.7, softcap=None, scale=1.0, outputs=ALL):
-    """What the trainers' function gives."""
     from trl.trainer import utils
 
     y = torch.arange(N) * 5 % V
@@ -171,7 +170,6 @@ def test_compile_fullgraph(softcap, outputs):
     with ours.install(entropy="differentiable"):
         expected = torch.autograd.grad(loss(x, w), (x, w))
     with ours.install():
-        torch._dynamo.reset()
         compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
         made = torch.autograd.grad(compiled(x, w), (x, w))
     torch.testing.assert_close(made, expected)

@@ -46,7 +46,6 @@ def test_the_same_loss_without_logits(options):
 
 
 def test_what_remains_trls():
-    """Logits of models that are not fused, and elements without a reduction."""
     student, teacher = models()
     expected = [step(student, teacher, {}), step(student, teacher, {"labels": LABELS})]
     with ours.install(GKDTrainer) as handle:

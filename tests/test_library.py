@@ -235,7 +235,6 @@ def test_a_traced_graph_differentiates(device, save):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_fullgraph(device, backend):
     """Every strategy, in one graph: a compiler's start takes longer than all of them."""
-    torch._dynamo.reset()
     case = make(device)
 
     def step(x, w, b):
@@ -260,8 +259,6 @@ def test_public_functions_do_not_call_locals(name):
 
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 def test_compile_with_a_dynamic_number_of_tokens(device, save):
-    """One compilation is used for every N."""
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda x, w, y: flce.linear_cross_entropy(x, w, y, save=save),

@@ -183,50 +183,47 @@ def test_refusals(device):
         kept.append(logprobs)
         return sum(each.sum() for each in kept)
 
+    def starts(lp, e, rows):
+        return lp.sum(), {rows.start: 1}
+
+    def fewer(lp, e, rows):
+        return lp.sum(), *[1] * (rows.start < 9)
+
+    def shapes(lp, e, rows):
+        return lp.sum(), lp if rows.start else 1
+
     refused = [
         (lambda *_: 1.0, {}, "loss_fn: expected a scalar tensor, .* got float"),
         (lambda logprobs, *_: logprobs, {}, r"loss_fn: expected a scalar tensor, .* got \(10,\)"),
         (lambda logprobs, *_: (logprobs * outside).sum(), {}, r"loss_fn: .* of shape \(\); detach"),
         (lambda *_: outside, {}, r"loss_fn: .* of shape \(\); detach"),
         (across, {}, r"loss_fn: .* of shape \(10,\); detach"),
-        (
-            lambda lp, e, rows: (lp.sum(), {rows.start: 1}),
-            {},
-            "loss_fn: .* of one structure .* got",
-        ),
-        (
-            lambda lp, e, rows: (lp.sum(), *[1] * (rows.start < 9)),
-            {},
-            "loss_fn: .* of one structure",
-        ),
+        (starts, {}, "loss_fn: .* of one structure .* got"),
+        (fewer, {}, "loss_fn: .* of one structure"),
         (lambda lp, *_: (lp.sum(), lp), {"rows": 40}, r"loss_fn: .* shapes \(40,\) and \(1,\)"),
-        (
-            lambda lp, e, rows: (lp.sum(), lp if rows.start else 1),
-            {},
-            r"loss_fn: .* shapes \(\) and",
-        ),
+        (shapes, {}, r"loss_fn: .* shapes \(\) and"),
         (lambda lp, *_: (lp.sum(), "text"), {}, "loss_fn: expected values that can be added"),
         (lambda lp, *_: (lp.sum(), None), {}, "loss_fn: expected values that can be added"),
-        (focal, {"entropy": []}, "entropy: expected one of .* got"),
-        (focal, {"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens: .* dtype torch.float32"),
-        (focal, {"cu_seqlens": torch.tensor(5)}, r"cu_seqlens: .* shape \(\)"),
-        (focal, {"temperature": torch.ones(TOKENS + 5)}, r"temperature: .* \(41,\), got \(46,\)"),
-        (focal, {"temperature": torch.ones(TOKENS, 1)}, r"temperature: .* \(41,\), got \(41, 1\)"),
-        (focal, {"adapter_input": torch.ones(TOKENS + 5, 2)}, r"adapter_input: .* \(41, 2\), got"),
-        (focal, {"adapter_input": torch.ones(TOKENS, 2)}, "adapter_weight: expected"),
-        (focal, {"gradient": "sampled", "gradient_seed": "a"}, "gradient_seed: expected an int"),
-        (focal, {"rows": 0}, "rows: expected an int of at least 1, got 0"),
-        (focal, {"entropy": True}, "entropy: expected one of .* got True"),
-        (focal, {"cu_seqlens": torch.tensor([0, 50])}, "cu_seqlens: .* got"),
-        (focal, {"cu_seqlens": torch.tensor([5, 3])}, "cu_seqlens: .* got"),
     ]
+    adapter = torch.ones(TOKENS + 5, 2)
+    for options, match in (
+        ({"entropy": []}, "entropy: expected one of .* got"),
+        ({"entropy": True}, "entropy: expected one of .* got True"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "cu_seqlens: .* dtype torch.float32"),
+        ({"cu_seqlens": torch.tensor(5)}, r"cu_seqlens: .* shape \(\)"),
+        ({"cu_seqlens": torch.tensor([0, 50])}, "cu_seqlens: .* got"),
+        ({"cu_seqlens": torch.tensor([5, 3])}, "cu_seqlens: .* got"),
+        ({"temperature": torch.ones(TOKENS + 5)}, r"temperature: .* \(41,\), got \(46,\)"),
+        ({"temperature": torch.ones(TOKENS, 1)}, r"temperature: .* \(41,\), got \(41, 1\)"),
+        ({"adapter_input": adapter}, r"adapter_input: .* \(41, 2\), got"),
+        ({"adapter_input": adapter[:TOKENS]}, "adapter_weight: expected"),
+        ({"gradient": "sampled", "gradient_seed": "a"}, "gradient_seed: expected an int"),
+        ({"rows": 0}, "rows: expected an int of at least 1, got 0"),
+    ):
+        refused.append((focal, options, match))
     for loss_fn, options, match in refused:
         with pytest.raises(REFUSED, match=match):
-            flce.linear_loss(
-                **given,
-                loss_fn=lambda *g, f=loss_fn: f(*g, *arguments) if f is focal else f(*g),
-                **{"rows": 10, **options},
-            )
+            chunked(loss_fn, (), **{"rows": 10, **options})(**given)
     for name, value in (("target", given["target"][:3]), ("input", given["input"].tolist())):
         with pytest.raises(REFUSED, match=f"^{name}: "):
             chunked(focal, arguments)(**{**given, name: value})

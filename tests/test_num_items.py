@@ -76,7 +76,6 @@ def test_refusals(arguments, options, error, message):
 
 
 def batch_of(rank, micro):
-    """The ids and targets of a micro-batch on a rank."""
     sequences, ignored = SHARES[rank][micro]
     generator = torch.Generator().manual_seed(10 * rank + micro)
     ids = torch.randint(VOCAB, (sequences, LENGTH), generator=generator)

@@ -45,8 +45,6 @@ def share_values(model, other):
 
 
 class Body(nn.Linear):
-    """A layer that is checkpointed."""
-
     def forward(self, x):
         return torch.tanh(checkpoint(super().forward, x, use_reentrant=False))
 

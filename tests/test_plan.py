@@ -19,7 +19,6 @@ WANTS = [subset for size in range(4) for subset in itertools.combinations(cases.
 
 
 def plan_of(case, device, wants=cases.GRADIENTS, **knobs):
-    """The plan for `case`; it includes a bias if the bias's gradient is wanted."""
     (tokens, hidden), vocab = case.input.shape, case.linear_weight.shape[0]
     grads = {flag: name in wants for name, flag in NAMES.items()}
     knobs.setdefault("bias", "linear_bias" in wants)
@@ -68,7 +67,6 @@ def test_gemms(device, save, wants, chunks):
 @pytest.mark.parametrize("save", ["auto", *cases.SAVES])
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
 def test_planned_gemms_are_the_counted_ones(device, dtype, save, accum_dtype):
-    """In every dtype, also if an accumulator adds blocks of dW."""
     if dtype == torch.float64 and accum_dtype == torch.float32:
         pytest.skip("float64 sums in float64")
     case = cases.make_case(100, 16, 300, dtype=dtype, device=device, bias=True)
@@ -220,7 +218,6 @@ BUDGETS = {
 @pytest.mark.parametrize("save", cases.SAVES)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_budget_bounds_the_logits_buffer(device, save, budget):
-    """Whole rows, whole chunks, and chunks that cover all rows."""
     tokens, vocab = 5000, 8000
     plan = flce.plan(
         tokens, 64, vocab, dtype=torch.float32, device=device, save=save, max_memory=budget
@@ -233,7 +230,6 @@ def test_budget_bounds_the_logits_buffer(device, save, budget):
 
 
 def test_text(device):
-    """str() shows the strategy and every buffer, and the totals match."""
     plan = flce.plan(8192, 4096, 128256, dtype=torch.bfloat16, device=device, save="grads")
     text = str(plan)
     for field in ("save=grads", f"form={plan.form}", f"chunk_rows={plan.chunk_rows}"):
@@ -328,7 +324,6 @@ def check_peaks(
 
 
 def sized_case(device, dtype):
-    """A case with a bias, and a budget of several chunks."""
     size, budget = (256, 128, 4096), "1MiB"
     if device == "cuda":
         size, budget = (2048, 512, 16000), "16MiB"

@@ -16,7 +16,6 @@ KNOBS += [{"gradient": "sampled"}]
 
 
 def case_of(kind, device, dtype):
-    """(operands that get gradients, the teacher's arguments, those of flce.plan)"""
     size = {"dtype": dtype, "device": device}
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, bias=True, **size)
     leaves = case.input, case.linear_weight, case.options["linear_bias"]

@@ -15,7 +15,6 @@ BLOCK = 8192 // 8 * 4096 * BF16  # of dX
 
 
 def test_by_hand(device):
-    """lse and nll of each row, one all-to-all and one all-gather of dX."""
     plan = flce.plan(**SIZE, device=device, save="grads", max_memory="64MiB")
     assert plan.ranks == 8 and plan.chunks > 1
     assert plan.collectives == {

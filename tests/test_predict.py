@@ -17,13 +17,8 @@ RANKS = (2, 4, 8, 16, 64, 1024)
 
 
 @pytest.fixture
-def model(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import predict
-
-    yield predict
-    for path in (ROOT / "benchmarks").glob("*.py"):
-        sys.modules.pop(path.stem, None)
+def model(scripts):
+    return scripts("predict")
 
 
 def of_head(model, ranks=2, transport=None, **options):

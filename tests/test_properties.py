@@ -6,6 +6,7 @@ the number of cases; they are the same in each run.
 
 import math
 import os
+import random
 from itertools import combinations
 
 import cases
@@ -20,6 +21,8 @@ import flce
 ALL_OUTPUTS = ("loss", "lse", "entropy")
 EXAMPLES = {"cpu": 1600, "cuda": 480}
 RARELY = [None] * 3  # prepended to the values of an option that most calls omit
+# Around every vector and tile width.
+TAILS = (3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1025, 2049)
 SHAPES = [
     (),
     *((n,) for n in range(41)),
@@ -30,10 +33,10 @@ SHAPES = [
 # The values that each part of a call is drawn from, simplest first: failing cases shrink to these.
 LOSS = {
     "seed": range(256),
-    "shape": SHAPES,
-    "vocab": range(1, 71),
+    "shape": [*SHAPES, *((n,) for n in (63, 127, 128, 129, 257))],
+    "vocab": [*range(1, 71), *range(1, 71), *TAILS],
     "dtype": [torch.float64] * 5 + [torch.float32, torch.bfloat16, torch.float16],
-    "std": [0.5, 3.0, 8.0],
+    "std": [0.5, 0.5, 3.0, 3.0, 8.0, 300.0],
     "targets": [torch.int64, torch.int64, torch.int32, "probabilities"],
     "ignore": [0.0, 0.0, 0.6, 1.0],  # the fraction of ignored rows
     "ignore_index": [-100, -100, None, 0, -1, 99],  # 99: beyond the classes
@@ -51,8 +54,8 @@ LOSS = {
 }
 LINEAR = {
     **LOSS,
-    "hidden": range(1, 25),
-    "bias": [False, True],
+    "hidden": [*range(1, 25), 33, 129],
+    "bias": [None, 0.0, 0.0, -200.0, 200.0],  # its mean
     "adapter": [*RARELY, 1, 8],  # its rank
     "wants": [subset for size in (3, 2, 1, 0) for subset in combinations(cases.GRADIENTS, size)],
     "shift": [0, 0, 0, 1, 2, 5],
@@ -60,7 +63,13 @@ LINEAR = {
     "valid_vocab": [*RARELY, 0.01, 0.5, 1.0],  # fraction of the vocabulary
     "valid_bound": [None, "count", 0, 3],  # margin above the number of valid rows
     "accum_dtype": [None, torch.float32],
+    "logits_dtype": [*RARELY, "own"],
     "chunk_rows": range(1, 10),
+    "spread": [False, False, True],  # tensors with other elements in between
+    "autocast": [
+        False,
+        True,
+    ],  # of 16 bits: float32 tensors, all but the weight in every other call
 }
 
 
@@ -69,12 +78,14 @@ RAGGED = {**LINEAR, "dtype": [torch.bfloat16], "vocab": range(1, 140, 2), "hidde
 # Not sampled: float64, probabilities.
 SAMPLED = {
     **LINEAR,
-    "adapter": [None],
     "dtype": [torch.float32],
     "targets": [torch.int64, torch.int64, torch.int32],
-    "std": [0.5, 3.0, 20.0],
+    "std": [0.5, 3.0, 20.0, 0.0],
+    "bias": [None, 0.0],
+    "shape": SHAPES,
     "vocab": range(1, 301, 3),
     "accum_dtype": [None],
+    "logits_dtype": [None],
     "gradient_eps": [2**-6, 2**-2, 0.3, 2**-12, 1.0],
     "gradient_seed": [7, 0, -1, 2**63 - 1, -(2**63), 2**32],
     "in_chunks": [False, True],
@@ -187,8 +198,9 @@ def linear_case(plan):
     options.update(valid_vocab=valid_vocab, accum_dtype=plan["accum_dtype"])
     if dtype == torch.float64:
         options["accum_dtype"] = None
-    if plan["bias"]:
-        options["linear_bias"] = torch.randn(vocab, generator=random).to(dtype)
+    if plan["bias"] is not None:
+        bias = torch.randn(vocab, generator=random) + plan["bias"]
+        options["linear_bias"] = bias.to(dtype)
     if rank := plan["adapter"]:
         options["adapter_input"] = torch.randn(*shape, rank, generator=random).to(dtype)
         low_rank = torch.randn(vocab, rank, generator=random)
@@ -205,11 +217,16 @@ def linear_case(plan):
     x = x.to(dtype).masked_fill(ignored.unsqueeze(-1), float("nan"))
     if plan["adapter"]:
         options["adapter_input"].masked_fill_(ignored.unsqueeze(-1), float("nan"))
-    return cases.Case(x, w.to(dtype), target, options), random
+    case = cases.Case(x, w.to(dtype), target, options)
+    return case.map(spread) if plan["spread"] else case, random
+
+
+def spread(tensor):
+    """The same values, as every second element of a larger tensor."""
+    return torch.stack([tensor, tensor.flip(0) if tensor.dim() else tensor], -1)[..., 0]
 
 
 def shift_of(plan, random):
-    """A shift, if the shape or documents permit one."""
     tokens = torch.Size(plan["shape"]).numel()
     if plan["documents"] and plan["shape"]:
         ends = torch.randint(tokens + 1, (4,), generator=random).sort().values
@@ -219,24 +236,25 @@ def shift_of(plan, random):
 
 
 def moved(case, upstream, device):
-    """The case and the upstream gradients on a device."""
+    """The case and the upstream gradients on a device; views keep their strides."""
 
     def move(value):
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return made.copy_(value)
 
-    options = {name: move(value) for name, value in case.options.items()}
-    case = cases.Case(move(case.input), move(case.linear_weight), move(case.target), options)
-    return case, {name: move(gradient) for name, gradient in upstream.items()}
+    return case.map(move), {name: move(gradient) for name, gradient in upstream.items()}
 
 
 def with_padding(case):
     """The same call, with NaN in what belongs to classes from valid_vocab on: it is not read."""
     valid, options = case.options["valid_vocab"], dict(case.options)
+    is_spread = case.linear_weight.stride(-1) > 1
 
     def hide(tensor):
-        tensor = tensor.clone()
-        tensor[valid:] = float("nan")
-        return tensor
+        hidden = torch.arange(len(tensor), device=tensor.device) >= valid
+        hidden = hidden.reshape(-1, *(1,) * (tensor.dim() - 1))
+        tensor = tensor.masked_fill(hidden, float("nan"))
+        return spread(tensor) if is_spread else tensor
 
     if valid is None:
         return case
@@ -247,9 +265,23 @@ def with_padding(case):
 
 
 def strategies(case):
-    """Those that support the call: "grads" differentiates a scalar loss alone."""
     scalar = case.options["reduction"] != "none"
     return ["auto", *(save for save in cases.SAVES if scalar or save != "grads")]
+
+
+def called(case, plan, **call):
+    """flce's results; under autocast the gradients as the operands' dtype has them."""
+    if not plan["autocast"] or case.dtype.itemsize > 2:
+        return cases.outcome(flce.linear_cross_entropy, case, **call)
+    wide = case.to(torch.float32)
+    if plan["seed"] % 2:
+        wide.linear_weight = case.linear_weight
+    with torch.autocast(case.input.device.type, case.dtype):
+        made = cases.outcome(flce.linear_cross_entropy, wide, **call)
+    for name in made.keys() & set(cases.LEAVES):
+        assert made[name].dtype == getattr(wide, name, wide.options.get(name)).dtype
+        made[name] = made[name].to(case.dtype)
+    return made
 
 
 def budget_of(plan):
@@ -257,30 +289,45 @@ def budget_of(plan):
     return plan["chunk_rows"] * (plan["vocab"] + 15) * 8
 
 
+def check(plan, device):
+    """Every strategy that supports the call, in one chunk and in several."""
+    case, random = linear_case(plan)
+    case, upstream = moved(case, upstream_of(plan, random), device)
+    adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
+    call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
+    dtype = plan["dtype"] if plan["logits_dtype"] else None
+    yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
+    case = with_padding(case)
+    for save in strategies(case):
+        for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
+            knobs = {"save": save, "max_memory": budget, "logits_dtype": dtype}
+            yardstick.check(called(case, plan, **call, **knobs), f"{knobs}")
+
+
 @PARTS
 def test_linear_cross_entropy(device, part):
     @examples(device, part)
     @hypothesis.given(plans(LINEAR))
     def run(plan):
-        case, random = linear_case(plan)
-        case, upstream = moved(case, upstream_of(plan, random), device)
-        adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
-        call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
-        yardstick = cases.Yardstick(case, cancels=True, **call)
-        case = with_padding(case)
-        for save in strategies(case):
-            for budget in (None, budget_of(plan))[: 1 if save == "auto" else 2]:
-                knobs = {"save": save, "max_memory": budget}
-                results = cases.outcome(flce.linear_cross_entropy, case, **call, **knobs)
-                yardstick.check(results, f"{knobs}")
+        check(plan, device)
 
     run()
 
 
+@pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
+def test_cpu_variants(variant, monkeypatch):
+    """Each variant of the CPU kernels that this machine supports."""
+    monkeypatch.setenv("FLCE_CPU_VARIANT", variant)
+    if torch.ops.flce.cpu_variant() == "none":
+        pytest.skip(f"this CPU has no {variant}")
+    assert torch.ops.flce.cpu_variant() == variant
+    draw = random.Random(0)
+    for _ in range(150):
+        check({name: draw.choice(values) for name, values in LINEAR.items()}, "cpu")
+
+
 @PARTS
 def test_bfloat16_of_odd_sizes_in_poisoned_memory(device, part, monkeypatch):
-    """Filling memory with NaN before a call does not change any bit of the result."""
-
     @examples(device, part, share=0.5)
     @hypothesis.given(plans(RAGGED))
     def run(plan):
@@ -335,7 +382,7 @@ def test_sampled_gradients(device, part):
             case,
             eps=plan["gradient_eps"],
             seed=plan["gradient_seed"],
-            wants=plan["wants"],
+            wants=(*plan["wants"], *(cases.LEAVES[3:] if plan["adapter"] else ())),
             upstream=upstream,
             max_memory=budget_of(plan) if plan["in_chunks"] else None,
         )

@@ -21,7 +21,6 @@ def _poison(monkeypatch):
 
 
 def saved_of(x, w, target, **options):
-    """The tensor that the inner operator saves with save="logits"."""
     arguments = raw.forward(x, w, target, "logits", **options)
     return torch.ops.flce.forward(*arguments)[4]
 

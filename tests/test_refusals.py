@@ -21,7 +21,6 @@ INF, NAN, HUGE = math.inf, math.nan, 10**400
 
 
 def tensors(device):
-    """A valid value of every argument that is a tensor."""
     ones = functools.partial(torch.ones, device=device)
     return {
         "input": torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True),
@@ -159,10 +158,6 @@ def nested(tensor):
     return torch.nested.nested_tensor([tensor.detach()] * 2)
 
 
-def complex_of(tensor):
-    return tensor.to(torch.complex64)
-
-
 # What every tensor argument refuses: the change of a valid one, the error, what is expected, and
 # of which arguments.
 NAMED = ("linear_weight", "target", "linear_bias", "weight", "token_weight")
@@ -176,7 +171,12 @@ MISTAKES = {
     "list": (lambda t: t.tolist(), TypeError, "a tensor", ("input", "logits", *NAMED)),
     "None": (lambda t: None, TypeError, "a tensor", ("logits", *THREE)),
     "requires grad": (lambda t: t.float().requires_grad_(), ValueError, NO_GRAD, OF_ROWS),
-    "complex": (complex_of, (TypeError, ValueError), "", ("input", "logits", *NAMED, *SCALARS)),
+    "complex": (
+        lambda t: t.to(torch.complex64),
+        (TypeError, ValueError),
+        "",
+        ("input", "logits", *NAMED, *SCALARS),
+    ),
     "meta": (lambda t: t.detach().to("meta"), ValueError, "the device of ", ELSEWHERE),
 }
 
@@ -312,9 +312,24 @@ CALLS = [
     ("adapter_input", ValueError, ["(6,"], ones(1, TOKENS, 4), adapter()),
     ("accumulate_into", ValueError, ["adapter"], "grad", adapter()),
 ]
+# Not all of these are refused on the meta device.
+OF_CLASSES = [
+    ("topk", ValueError, [f"0 to {VOCAB}", "-1"], -1, {}),
+    ("topk", ValueError, [f"0 to {VOCAB}", "12"], VOCAB + 1, {}),
+    ("topk", TypeError, ["an int", "2.0"], 2.0, {}),
+    ("topk", TypeError, ["an int", "True"], True, {}),
+    ("topk", ValueError, ["0 with classes", "3"], 3, {"classes": ones(TOKENS, 2, dtype=INT64)}),
+    ("classes", TypeError, ["tensor", "list"], [1], {}),
+    ("classes", TypeError, ["int64"], ones(TOKENS, 1), {}),
+    ("classes", ValueError, ["(6, 2)"], ones(TOKENS + 1, 2, dtype=INT64), {}),
+    ("classes", ValueError, ["(6, 6)"], ones(TOKENS, dtype=INT64), {}),
+    ("classes", ValueError, ["(6, 1)"], ones(TOKENS, 0, dtype=INT64), {}),
+]
 
 
-@pytest.mark.parametrize(("name", "error", "words", "value", "others"), CALLS, ids=label)
+@pytest.mark.parametrize(
+    ("name", "error", "words", "value", "others"), CALLS + OF_CLASSES, ids=label
+)
 def test_calls(device, name, error, words, value, others):
     given = {one: make(device) if callable(make) else make for one, make in others.items()}
     given[name] = value(device) if callable(value) else value
@@ -446,7 +461,6 @@ def test_plan_of_several_options(options, message):
 
 
 def test_errors_leave_the_engine_usable(device):
-    """After a refusal inside the engine the next call is right."""
     with pytest.raises(ValueError):
         flce.linear_cross_entropy(**arguments(device), max_memory=1)
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.float32, device=device)
@@ -463,7 +477,6 @@ def test_what_c_refuses_has_its_class(how, mode):
         return call(x, w, target, save="logits", max_memory=2**60)
 
     if how == "compiled":
-        torch._dynamo.reset()
         loss = torch.compile(loss, backend="aot_eager", dynamic=True)
     with mode():
         out_of_range = torch.ones(3, 1), torch.ones(4, 1), torch.tensor([0, 4, 1])
@@ -477,7 +490,6 @@ def test_what_c_refuses_has_its_class(how, mode):
 
 def test_dynamo_shows_what_python_refuses():
     """With fullgraph=True its own error quotes the exception that ends the graph."""
-    torch._dynamo.reset()
     bounded = functools.partial(flce.linear_cross_entropy, valid_bound="count")
     compiled = torch.compile(lambda *given: bounded(*given), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="valid_bound: expected an int or None under torch.comp"):

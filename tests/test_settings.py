@@ -101,7 +101,6 @@ def test_modules_hold_the_table():
 
 
 def test_every_option_is_documented():
-    """In the docstring of the function, and in the call in docs/semantics.md."""
     path = pathlib.Path(__file__).parents[1] / "docs" / "semantics.md"
     page = path.read_text(encoding="utf-8")
     call = page[page.index("flce.linear_cross_entropy(") : page.index("loss.backward()")]

@@ -63,17 +63,10 @@ def linear(module):
 
 
 def eager(module, x, y):
-    """The module's loss computed by torch's own operations."""
     layer = linear(module)
-    logits = module.logit_scale * F.linear(x, layer.weight, layer.bias)
-    return F.cross_entropy(
-        module.softcap * torch.tanh(logits / module.softcap) / module.temperature,
-        y,
-        weight=class_weight(module),
-        reduction=module.reduction,
-        ignore_index=module.ignore_index,
-        label_smoothing=module.label_smoothing,
-    )
+    options = {name: getattr(module, name) for name in SETTINGS if name != "max_memory"}
+    options |= {"linear_bias": layer.bias, "weight": class_weight(module)}
+    return flce.reference.linear_cross_entropy(x, layer.weight, y, **options)
 
 
 def close(value, truth, tolerance=1e-11):
@@ -86,7 +79,6 @@ def close(value, truth, tolerance=1e-11):
 @MAKERS
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "state_dict"])
 def test_a_copy_is_the_module(device, make, way, batch):
-    """A copy has equal parameters, class weights and options, and shares no memory."""
     module = make(device, **SETTINGS)
     if way == "deepcopy":
         twin = copy.deepcopy(module)
@@ -154,7 +146,6 @@ class Masked(nn.Module):
 
 @MAKERS
 def test_parametrized_weight(device, make, batch):
-    """The loss uses the parametrized weight; the gradient reaches the original parameters."""
     module = make(device, **SETTINGS)
     mask = (torch.rand(VOCAB, HIDDEN, device=device) < 0.7).double()
     parametrize.register_parametrization(linear(module), "weight", Masked(mask))

@@ -27,7 +27,6 @@ VARIANTS = {op.variant_test_name or "plain": op for op in op_db if op.name == NA
 
 
 def value_and_gradients(function, sample):
-    """The loss and its gradients with respect to input, weight and bias, of one sample."""
     weight, target = sample.args
     options = dict(sample.kwargs)
     leaves = {"input": sample.input, "linear_weight": weight}

@@ -72,7 +72,6 @@ def products(device, dtype=torch.bfloat16, bias=False, **knobs):
 
 
 def taken(line):
-    """The algorithm in use for a GEMM, and all candidates."""
     (_, index), algorithms = tune.candidates_of(line, torch.device("cuda", 0))
     return algorithms[index], algorithms
 
@@ -175,7 +174,6 @@ def test_no_candidate_loses_the_last_products(cuda, dtype, k):
 
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_another_choice_is_taken_and_right(cuda, save, use):
-    """The last candidate of every GEMM, not the first: it is used, and no other changes."""
     case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=torch.bfloat16, device=cuda, std=4.0)
     knobs = {"save": save, "max_memory": BUDGET}
     truth = cases.chunked_truth(case, TOKENS)

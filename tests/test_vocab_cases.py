@@ -3,11 +3,13 @@
 import functools
 import itertools
 import math
+import random
 
 import cases
 import pytest
 import torch
 import torch.distributed as dist
+from test_properties import LINEAR, budget_of, linear_case, strategies, upstream_of
 from vocab_ranks import RETURNS, Ranks, on
 
 import flce
@@ -52,105 +54,53 @@ def make(dtype=torch.float64, *, std=2.0, vocab=VOCAB, tokens=TOKENS, maps="plai
     return (cases.ignore_some(made, index, every) if every else made).with_options(**options)
 
 
-def reshaped(case, *shape):
-    """The same rows in `shape`."""
-    rows = {n: case.options[n] for n in ("token_weight", "temperature") if n in case.options}
-    rows = {n: v.reshape(shape) for n, v in rows.items() if isinstance(v, torch.Tensor)}
-    x, target = case.input.reshape(*shape, HIDDEN), case.target.reshape(shape)
-    return cases.Case(x, case.linear_weight, target, {**case.options, **rows})
+# ---- drawn calls, against the definition and one process ----
 
-
-def upstream_of(case, outputs):
-    """Upstream gradients other than 1: of the loss alone, or of lse and entropy too."""
-    rows = case.target.shape
-    upstream = {"loss": torch.tensor(-0.37)}
-    if case.options.get("reduction") == "none":
-        upstream = {"loss": torch.linspace(-1.0, 2.0, case.target.numel()).reshape(rows)}
-    if outputs:
-        upstream["lse"] = torch.randn(rows, generator=cases.generator(8)).double()
-        upstream["entropy"] = torch.randn(rows, generator=cases.generator(9)).double()
-    return upstream
-
-
-# ---- all options, against the definition and one process ----
-
-# Where the ranks' classes end. "equal": start and vocab are not given.
-ENDS = {
-    "chunks": {2: None, 4: None},
-    "uneven": {2: (2, VOCAB), 4: UNEVEN},
-    "first": {2: (VOCAB, VOCAB), 4: (VOCAB,) * 4},
-    "last": {2: (0, VOCAB), 4: (0, 0, 0, VOCAB)},
-    "equal": {2: None, 4: None},
-}
-OPTIONS = {
-    "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
-    "save": [*cases.SAVES, "auto"],
-    "reduction": ["none", "mean", "sum"],
-    "bias": [False, True],
-    "weight": [False, True],
-    "label_smoothing": [0.0, 0.1, 1.0],
-    "maps": list(MAPS),
-    "z_loss": [0.0, 0.05],
-    "token_weight": [False, True],
-    "num_items": [None, 7.5],
-    "ignored": [0, 3, 1],
-    "ignore_index": [-100, -1, 12, VOCAB + 7],  # 12: no class then
-    "valid_vocab": [
-        None,
-        30,
-        9,
-    ],  # of 4 ranks: with 30 the last has padding alone, with 9 all but one
-}
-CALLS = {
+DRAWN = {
+    **LINEAR,
+    "vocab": range(8, 60),
+    "targets": [torch.int64, torch.int64, torch.int32],
+    "adapter": [None],  # test_drawn_logprobs.py
     "how": [{}, {"sequence": True}, {"reduce_input_grad": False}],
-    "wide": [False, True],
-    "nested": [False, True],
-    "budget": [None, 4 * ROW],
-    "ends": list(ENDS),
-    "outputs": [False, True],
-    "wants": [cases.GRADIENTS, *itertools.combinations(cases.GRADIENTS, 2), ("linear_bias",), ()],
-    "bound": [None, "count", "rows"],
-    "dtype_of": [None, "accum_dtype", "logits_dtype"],
-    "target": [torch.int64, torch.int32],
+    "wide": [False, True],  # sums of dX in float32
+    "begins": [False, True],  # whether each rank says where its classes begin
 }
 
 
-ROWS = cases.covering_rows(**OPTIONS, **CALLS)
+def drawn(pick, ranks):
+    """(case, options of Ranks.compare)"""
+    plan = {name: pick.choice(values) for name, values in DRAWN.items()}
+    how, shape = dict(plan["how"]), plan["shape"]
+    if "sequence" in how and (not shape or shape[0] == 0 or shape[0] % ranks):
+        how = {}
+    if plan["wide"] and plan["dtype"].itemsize < 8 and "reduce_input_grad" not in how:
+        how["reduce_dtype"] = torch.float32
+    case, generator = linear_case(plan)
+    if plan["valid_vocab"] is not None:
+        case.linear_weight[case.options["valid_vocab"] :] = math.nan  # never read
+    # Some ranks have no class, or padding alone.
+    ends = [*sorted(pick.randint(0, plan["vocab"]) for _ in range(ranks - 1)), plan["vocab"]]
+    given = {"vocab_parallel": how, "ends": ends if plan["begins"] else None, "plan": plan}
+    if not plan["begins"] and plan["vocab"] % ranks == 0:
+        how["vocab"] = None  # equal shares
+    if plan["logits_dtype"] and plan["dtype"].itemsize < 8:
+        given["logits_dtype"] = plan["dtype"]
+    given |= {"save": pick.choice(strategies(case)), "upstream": upstream_of(plan, generator)}
+    return case, {
+        **given,
+        "wants": plan["wants"],
+        "max_memory": pick.choice([None, budget_of(plan)]),
+    }
 
 
 @on(2, 4)
-@pytest.mark.parametrize("values", ROWS, ids=lambda values: "-".join(map(str, values)))
-def test_combinations(ranks, values):
-    combination(ranks, **dict(zip([*OPTIONS, *CALLS], values, strict=True)))
-
-
-def combination(
-    ranks, how, wide, nested, budget, ends, outputs, wants, bound, dtype_of, target, **options
-):
-    dtype, save = options.pop("dtype"), options.pop("save")
-    reduction = options["reduction"]
-    if save == "grads" and reduction == "none":
-        save = "auto"
-    if reduction != "mean":
-        options["num_items"] = None
-    if wide and dtype != torch.float64 and "reduce_input_grad" not in how:
-        how = {**how, "reduce_dtype": torch.float32}
-    equal, tokens = ends == "equal", 24 if "sequence" in how else TOKENS
-    case = make(dtype, vocab=44 if equal else VOCAB, tokens=tokens, **options)
-    case.target = case.target.to(target)
-    if nested:
-        case = reshaped(case, 4 if "sequence" in how else 2, -1)
-    knobs = dict.fromkeys(RETURNS, True) if outputs else {}
-    if dtype_of == "accum_dtype" and dtype.itemsize == 2:
-        knobs["accum_dtype"] = torch.float32
-    if dtype_of == "logits_dtype" and dtype != torch.float64:
-        knobs["logits_dtype"] = dtype
-    ranks.compare(
-        case, ends=ENDS[ends][ranks.ranks], wants=wants, save=save, max_memory=budget,
-        vocab_parallel={**({"vocab": None} if equal else {}), **how}, cancels=outputs,
-        valid_bound=tokens if bound == "rows" else bound,
-        upstream=upstream_of(case, outputs), **knobs,
-    )  # fmt: skip
+@pytest.mark.parametrize("part", range(4))
+def test_drawn(ranks, part):
+    for seed in range(20 * part, 20 * part + 20):
+        case, given = drawn(random.Random(seed), ranks.ranks)
+        before = len(ranks.failures)
+        ranks.compare(case, cancels=True, **given)
+        ranks.failures[before:] = [f"{seed}: {text}" for text in ranks.failures[before:]]
 
 
 # ---- shards and data ----
@@ -202,7 +152,6 @@ def test_a_bias_in_float32(ranks):
 
 @on(2)
 def test_half_precision_with_a_loss_scale(ranks):
-    """The gradients of 65536 times the loss, as a GradScaler asks for them."""
     case = cases.make_case(100, 64, 203, dtype=torch.float16)
     scale = torch.tensor(65536.0)
     truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64))

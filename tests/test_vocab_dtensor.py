@@ -133,7 +133,6 @@ def test_equals_a_call_with_whole_tensors():
 
 @on_ranks(RANKS)
 def test_pending():
-    """An input whose gathering has not been waited for."""
     mesh = whole_mesh()
     x, w, target = three()
     expected = x.clone().requires_grad_()

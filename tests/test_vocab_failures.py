@@ -76,7 +76,6 @@ def step_of(case, vp, **options):
 
 
 def error_of(step, name, at, how=raise_preempted):
-    """What ends a step that is interrupted, or None."""
     try:
         with interrupting(name, at, how):
             step()
@@ -224,7 +223,6 @@ DIFFERENT = (
 
 @on(2)
 def test_options_that_differ(ranks):
-    """FLCE_CHECK=1 names the first one on all ranks, in any call of a group."""
     case, rank = ranks.divided(make(torch.bfloat16, bias=False)), ranks.rank
 
     def call(tokens=TOKENS, dtype=torch.bfloat16, wants=True, how=None, **options):

@@ -53,7 +53,6 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, tor
 
 
 def draw(tokens, hidden, vocab, dtype, options):
-    """The operands of all ranks, the same on each, and the options of a call."""
     generator = torch.Generator("cuda").manual_seed(3)
 
     def normal(*size, scale=1.0):
@@ -172,7 +171,6 @@ def check_minus_infinity():
 
 
 def check_graph():
-    """A captured step, replayed with other operands, equals an eager one."""
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
     x, w = x.requires_grad_(), w[classes_of(9000)].clone().requires_grad_()

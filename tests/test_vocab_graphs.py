@@ -13,7 +13,6 @@ import flce
 
 
 def operands(rows, vocab, hidden=64):
-    """Hidden states, a square matrix, a head's weight and bias; targets."""
     generator = torch.Generator().manual_seed(2)
     sizes = (rows, hidden), (hidden, hidden), (vocab, hidden), (vocab,)
     x, p, w, b = (torch.randn(*size, generator=generator) for size in sizes)
@@ -148,7 +147,6 @@ def test_sizes_that_change(ranks):
 
 @on(2)
 def test_denominators(ranks):
-    """num_items over a group inside of a compiled function."""
     target = torch.tensor([3, -100, 5])
 
     def count(target):
@@ -156,4 +154,3 @@ def test_denominators(ranks):
 
     made = torch.compile(count, backend="aot_eager", fullgraph=True)(target)
     ranks.agree("num_items", made, torch.tensor(2.0).double(), 0.0)
-    torch._dynamo.reset()

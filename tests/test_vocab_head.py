@@ -37,7 +37,6 @@ def Model(bias=True, **options):  # noqa: N802
 
 
 def pair(**options):
-    """Two equal models, the same on all ranks."""
     torch.manual_seed(0)
     model, whole = Model(**options), Model(**options)
     whole.load_state_dict(model.state_dict())
@@ -147,7 +146,6 @@ def test_targets_by_keyword():
 
 @on_ranks(RANKS)
 def test_parameters():
-    """A frozen weight remains frozen; src_data_rank says whose values are distributed."""
     mesh = whole_mesh()
     rank = mesh.get_local_rank()
     for source in (0, None):

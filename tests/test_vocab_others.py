@@ -87,13 +87,11 @@ def test_keys_of_ranks(ranks):
 
 
 @on(2)
-def test_extreme_logits(ranks):
-    """Logits of one rank beyond the range of exp, a loss of 0, and what torch has for inf."""
-    for scale in (1e3, 1e30):
-        for save in cases.SAVES:
-            case = make(torch.float64, bias=False)
-            case.linear_weight[VOCAB - 1] *= scale
-            ranks.compare(case, save=save)
+def test_losses_near_0(ranks):
+    for save in cases.SAVES:
+        case = make(torch.float64, bias=False)
+        case.linear_weight[VOCAB - 1] *= 1e30
+        ranks.compare(case, save=save)
     x, w, y = cases.leaves("cpu", TOKENS, hidden=HIDDEN, vocab=VOCAB)
     y.fill_(VOCAB - 1)
     bias = torch.zeros(VOCAB).double()
@@ -112,7 +110,6 @@ def test_extreme_logits(ranks):
 
 @on(2)
 def test_all_logits_hidden(ranks):
-    """All logits of all ranks are -inf: so is lse, as in one process."""
     x, w = torch.randn(4, 8), torch.randn(6, 8)
     hidden, y = torch.full((6,), -torch.inf), torch.arange(4)
     options = {"linear_bias": hidden[:3], "vocab_parallel": ranks.parallel(), "return_lse": True}

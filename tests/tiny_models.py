@@ -62,8 +62,6 @@ class Model(nn.Module):
 
 
 class HeadModel(nn.Module):
-    """An embedding, a body and flce's head, which gives the loss."""
-
     def __init__(self, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64, **options):
         super().__init__()
         self.embedding = nn.Embedding(vocab, hidden, dtype=dtype)
@@ -92,7 +90,6 @@ class Adapted(nn.Module):
 
 
 def whole(tensor):
-    """The full tensor of a DTensor, else the tensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -112,14 +109,12 @@ def equal(got, expected, bar=1e-12):
 
 
 def equal_runs(got, expected, bar=1e-12):
-    """Compares loss and gradients of two results of `run`."""
     equal(got[0], expected[0], bar)
     for one, other in zip(got[1], expected[1], strict=True):
         equal(one, other, bar)
 
 
 def compare(model, bar=1e-12, **options):
-    """Loss, gradients and logits of the model with and without fuse."""
     expected = run(model)
     with flce.fuse(model, **options) as handle:
         got = run(model)
@@ -371,7 +366,6 @@ def tiny_model(name, module, variant=0):
 
 
 def built(name, **settings):
-    """A model of transformers by its class's name, with random weights in float32."""
     import transformers
 
     torch.manual_seed(0)

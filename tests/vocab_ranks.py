@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_on_ranks
+from test_properties import called
 
 import flce
 
@@ -73,13 +74,11 @@ class Ranks:
             self.note(error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.0e}")
 
     def gathered(self, item):
-        """`item` of every rank, by rank."""
         items = [None] * self.ranks
         dist.all_gather_object(items, item, group=self.group)
         return items
 
     def note_same_bytes(self, name, tensor):
-        """Notes where ranks hold different bytes."""
         for rank, other in enumerate(self.gathered(tensor.detach())):
             self.note(same_bytes(tensor, other), f"{name}: other bytes on rank {rank}")
 
@@ -91,7 +90,6 @@ class Ranks:
         return flce.VocabParallel(self.group, vocab=vocab, **options)
 
     def classes(self, vocab, ends=None):
-        """The slice of this rank's classes."""
         ends = ends or chunk_ends(vocab, self.ranks)
         return slice(ends[self.rank - 1] if self.rank else 0, ends[self.rank])
 
@@ -101,7 +99,6 @@ class Ranks:
         return tensor[self.rank * share : (self.rank + 1) * share]
 
     def divided(self, case, ends=None, sequence=False):
-        """The Case of this rank."""
         classes = self.classes(case.linear_weight.shape[0], ends)
         options = dict(case.options)
         for name in SHARDED:
@@ -112,16 +109,17 @@ class Ranks:
 
     def compare(
         self, case, *, ends=None, vocab_parallel=None, wants=cases.GRADIENTS,
-        upstream=None, cancels=False, **knobs,
+        upstream=None, cancels=False, plan=None, **knobs,
     ):  # fmt: skip
         """Notes where the results differ from the definition's and from those of one process.
-        Returns this rank's results."""
+        Returns this rank's results. `plan`: of test_properties.py, for autocast."""
         how = dict(vocab_parallel or {})
         sequence, reduces = how.get("sequence", False), how.get("reduce_input_grad", True)
         vocab_parallel = self.parallel(how.pop("vocab", case.linear_weight.shape[0]), ends, **how)
         own = self.divided(case, ends, sequence)
         call = {"wants": wants, "upstream": upstream, **knobs}
-        made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vocab_parallel, **call)
+        plan = plan or {"autocast": False}
+        made = called(own, plan, vocab_parallel=vocab_parallel, **call)
         parts = self.gathered(made)
         results = self._joined(parts, sequence, reduces, case.dtype)
         if self.rank > 0:

@@ -31,11 +31,14 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
   bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
-  int64_t parts = flce_shard_stat_count(problem) * flce_size_of(flce_stat_dtype(plan->dtype));
-  int64_t kinds = plan->compares ? 3 : 1; /* of student and teacher, and sums */
-  plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
-      (flce_collective){each_chunk ? kinds * plan->chunks : problem->rows > 0, 0,
-                        kinds * others * problem->rows * parts};
+  int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
+  if (plan->compares) { /* statistics of student and teacher, and the sums of the divergence */
+    numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
+    calls = 3;
+  }
+  numbers *= flce_size_of(flce_stat_dtype(plan->dtype));
+  plan->collectives[FLCE_ALL_GATHER_STATISTICS] = (flce_collective){
+      each_chunk ? calls * plan->chunks : problem->rows > 0, 0, others * problem->rows * numbers};
   if (!gradients || !sums_input(problem)) return;
   int64_t received = others * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =
