@@ -50,7 +50,6 @@ BAD = [
     ("teacher_softcap", 0.0),
     ("teacher_logit_scale", 0.0),
     ("teacher_temperature", 0.0),
-    ("teacher_temperature", torch.tensor(-2.0)),
     ("teacher_temperature", {"target": None, "teacher_temperature": torch.ones(5)}),
     ("temperature", {"target": None, "temperature": torch.ones(5)}),
     ("gradient", "sampled"),  # of float64 operands
@@ -76,6 +75,11 @@ BAD = [
     ("ids", few(ids=[[1, 2, 3]] * 6)),
     *((name, [1.0]) for name in ("teacher_input", "teacher_weight")),
 ]
+
+
+def test_a_temperature_on_the_cpu_is_checked(device):
+    with pytest.raises(REFUSED, match="^teacher_temperature: expected"):
+        flce.linear_divergence(**good(device), teacher_temperature=torch.tensor(-2.0))
 
 
 @pytest.mark.parametrize(("name", "change"), BAD)

@@ -148,6 +148,7 @@ typedef struct collective {
 typedef struct rank_comm {
   bool has_buffers; /* the collectives send from memory of their own */
   void* buffers[FLCE_COLLECTIVES];
+  int64_t sizes[FLCE_COLLECTIVES];
   collective all[FLCE_COLLECTIVES];
   unsigned asked; /* to begin, and not waited for with success */
   int abandons;
@@ -181,7 +182,11 @@ static flce_status all_to_all(void* self, flce_collective_id id, void* recv, con
 static flce_status send_buffer(void* self, flce_collective_id id, int64_t bytes, void** memory) {
   rank_comm* comm = self;
   if (fails_now()) return failure(FLCE_COMM_FAILED);
-  if (comm->has_buffers && !comm->buffers[id]) comm->buffers[id] = calloc(1, (size_t)bytes + 1);
+  if (comm->has_buffers && (!comm->buffers[id] || comm->sizes[id] < bytes)) {
+    free(comm->buffers[id]);
+    comm->buffers[id] = calloc(1, (size_t)bytes + 1);
+    comm->sizes[id] = bytes;
+  }
   *memory = comm->buffers[id];
   return FLCE_OK;
 }
