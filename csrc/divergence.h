@@ -39,8 +39,8 @@ typedef double flce_real;
 
 /* What is taken from a row's logits before they are compared with the other side's: of d = (l - l')
  * - (lse - lse') each difference would have the rounding error of an l that is large in one alone.
- * `own`, `other`: the offsets, near the largest l of each. An integer, so that taking it from l
- * near it is exact; 0 where the offsets are near, because l - l' of near logits is exact. */
+ * `own`, `other`: lse of each side. An integer, so that taking it from l near it is exact; 0 where
+ * lse and lse' are near, because l - l' of near logits is exact. */
 FLCE_TERM flce_real flce_divergence_base(flce_real own, flce_real other) {
   const flce_real apart = fabs(own - other);
   return apart > 1 && apart < (flce_real)INFINITY ? rint(own) : 0;

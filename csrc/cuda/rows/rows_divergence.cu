@@ -67,15 +67,15 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
     pair.shift = (S)((double)row.difference + (double)row.teacher_k - (double)row.k +
                      log2((double)pair.s_inv / (double)pair.t_inv));
   } else {
-    pair.s_base = flce_divergence_base<S>(pair.s_offset, pair.t_offset);
-    pair.t_base = flce_divergence_base<S>(pair.t_offset, pair.s_offset);
+    const S lse = stat_row<S>(s, FLCE_STAT_LSE)[at], t_lse = stat_row<S>(t, FLCE_STAT_LSE)[at];
+    pair.s_base = flce_divergence_base<S>(lse, t_lse);
+    pair.t_base = flce_divergence_base<S>(t_lse, lse);
     pair.s_offset -= pair.s_base;
     pair.t_offset -= pair.t_base;
     pair.shift = pair.s_inv > 0 && pair.t_inv > 0
                      ? (S)((double)pair.s_offset - (double)pair.t_offset +
                            log((double)pair.t_inv / (double)pair.s_inv))
-                     : (stat_row<S>(s, FLCE_STAT_LSE)[at] - pair.s_base) -
-                           (stat_row<S>(t, FLCE_STAT_LSE)[at] - pair.t_base);
+                     : (lse - pair.s_base) - (t_lse - pair.t_base);
   }
   pair.beta = (S)c.beta;
   pair.hard = (S)c.hard;
