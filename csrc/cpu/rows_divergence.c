@@ -32,7 +32,7 @@ static void open_divergence_row(const divergence_pass* pass, int64_t r, int64_t 
     row->offset[k] = row_stat(sides[k], FLCE_STAT_OFFSET, i);
     row->inv_sum[k] = row_stat(sides[k], FLCE_STAT_INV_SUM, i);
   }
-  double lse[] = {row_stat(sides[0], FLCE_STAT_LSE, i), row_stat(sides[1], FLCE_STAT_LSE, i)};
+  const double lse[] = {row_stat(sides[0], FLCE_STAT_LSE, i), row_stat(sides[1], FLCE_STAT_LSE, i)};
   for (int k = 0; k < 2; k++) row->base[k] = flce_divergence_base(lse[k], lse[1 - k]);
   /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
    * -inf INV_SUM is 0. */
