@@ -234,18 +234,18 @@ class LinearDivergence(torch.autograd.Function):
         ctx.owned, ctx.overwritten = True, False
         leaves = input, linear_weight, linear_bias
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-        # A teacher's tensors may be those of inference mode, which autograd does not save.
-        ctx.held = [one if one is not None and one.is_inference() else None for one in tensors]
-        pairs = zip(tensors, ctx.held, strict=True)
-        ctx.save_for_backward(*leaves, *(None if held is not None else one for one, held in pairs))
+        # A teacher's tensors may be those of inference mode, which autograd refuses to save.
+        unsaved = [one if one is not None and one.is_inference() else None for one in tensors]
+        both, ctx.unsaved = zip(tensors, unsaved, strict=True), unsaved
+        ctx.save_for_backward(*leaves, *(one if other is None else None for one, other in both))
         return loss.view_as(loss)
 
     @_once_differentiable
     def backward(ctx, grad_output, *_):
         wanted, (teacher, valid_vocab, rows, integers, *rest) = _wanted_gradients(ctx), ctx.lists
         input, weight, bias, *tensors = ctx.saved_tensors
-        pairs = zip(tensors, ctx.held, strict=True)
-        target, factor, *tensors = (one if held is None else held for one, held in pairs)
+        both = zip(tensors, ctx.unsaved, strict=True)
+        target, factor, *tensors = (saved if other is None else other for saved, other in both)
         factor = grad_output.expand(target.shape) * (1 if factor is None else factor)
         names = dict(zip(GRADIENTS, wanted, strict=True)) | {"save": CHOICES["save"].index("grads")}
         if value_of(integers, "reduction") == CHOICES["reduction"].index("none"):

@@ -145,10 +145,9 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
       if (call->sums) flce_store(call->partial, stat, at, row.sums[k]);
       if (!call->sums) row.sums[k] = flce_load(call->partial, stat, at);
     }
-    if (valid && call->writes)
+    if (valid && call->writes) {
       row.sums[FLCE_DIVERGENCE_MEAN] = flce_divergence_mean(
           call->divergence, row.sums[FLCE_DIVERGENCE_MEAN], row.sums[FLCE_DIVERGENCE_MASS]);
-    if (valid && call->writes) {
       double hard = call->hard_weight, token = row_factor(rows->token_weight, stat, i);
       double loss = (1.0 - hard) * token * row.sums[FLCE_DIVERGENCE_VALUE];
       if (hard > 0.0) loss += hard * flce_load(rows->loss, stat, i);
