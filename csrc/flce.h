@@ -175,6 +175,7 @@ typedef struct flce_plan {
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
   bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
+  bool sums_tail;         /* the forward reads its logits to sum those of each row's tail */
   bool draws;             /* a sampled divergence: the forward draws from dz, save=grads */
   bool compares;          /* a divergence: the forward reads its logits and a teacher's */
   bool packs;      /* its logits GEMM packs both there (flce_rows.teacher in backend_args.h) */
@@ -307,8 +308,9 @@ typedef struct flce_tensors {
    * the forward: the classes of this rank with the largest logits, the lowest first of equal ones;
    * -1 beyond the number of classes, and in rows that are not valid. */
   int64_t* classes;
-  /* [N][row_classes] stat dtype, written by the forward: z of the classes, with the bias; 0 where
-   * there is none or the row is ignored, and for other ranks' classes. */
+  /* [N][row_classes] stat dtype, written by the forward, and read by a backward that
+   * has_grad_classes: z of the classes, with the bias; 0 where there is none or the row is ignored,
+   * and for other ranks' classes. */
   void* class_logits;
   /* [flce_input_rows()][H] plan->grad_input_dtype. Written by the forward for save=grads, else by
    * the backward. */
@@ -320,6 +322,7 @@ typedef struct flce_tensors {
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
   const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
   const void* grad_entropy; /* backward: [N] stat dtype, or NULL for 0 */
+  const void* grad_tail;    /* backward: [N] stat dtype, of TAIL_LSE; NULL for 0 */
   const void* grad_classes; /* backward: [N][row_classes] stat dtype, of class_logits; or NULL */
   /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, aligned to 256 bytes. */
   void* workspace;

@@ -227,8 +227,10 @@ typedef struct flce_problem {
    * gives, or, with topk, flce_candidates() of those with the largest logits. */
   int64_t row_classes;
   int64_t topk;        /* 0, or the number of classes that the caller wants of these */
+  bool wants_tail;     /* FLCE_STAT_TAIL_LSE of each row is wanted */
   bool class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
-  bool has_grad_classes;  /* set for a backward: there is one */
+  /* Set for a backward: there are gradients of these logits, or of TAIL_LSE; of TAIL_LSE. */
+  bool has_grad_classes, has_grad_tail;
   bool consumes_saved;    /* the backward may overwrite what the forward saved */
   bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any

@@ -110,11 +110,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx, input, linear_weight, linear_bias, made, count, lists, constants, accumulator, gemm
     ):
         ctx.lists, ctx.accumulator = lists, accumulator
-        _, stats, scalars, _, saved, *grads, _, _ = made
+        _, stats, scalars, _, saved, *grads, class_logits, _ = made
         target, *others = constants
         # The arguments of the backward operator.
         weight = linear_weight if gemm is None else gemm
-        arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
+        statistics = class_logits, stats, scalars, saved
+        arguments = (input, weight, target, linear_bias, *others, *statistics)
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.
         held = _top_hooks is None or _top_hooks(True) is not None

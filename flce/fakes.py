@@ -172,7 +172,7 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
 
 
 def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias, *rest):
-    lists = lists_of(rest[7:])
+    lists = lists_of(rest[8:])
     found = described(input, linear_weight, target, linear_bias, lists)
     return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
 
@@ -259,7 +259,7 @@ def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)
 def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **named):
-    lists = _, _, integers, numbers, _ = lists_of(rest[8:])
+    lists = _, _, integers, numbers, _ = lists_of(rest[9:])
     save = CHOICES["save"][value_of(integers, "save")]
     gemms = sum(value_of(integers, name) for name in GRADIENTS[:2]) + (save == "stats")
     entries = math.ceil(1 / numbers[-1]) if save == "samples" else None

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import typing
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -257,16 +258,28 @@ def _target_of(ids, ignore_index, chances=None):
     return ids.gather(-1, at).squeeze(-1), at, absent
 
 
+_LIKELY = 0.7  # -log p below which a class has about half of the probability or more
+
+
 def _logprobs_of_classes(made, at):
-    """log p (..., K) from that of the target, of index `at`, whose gradient p - 1 does not cancel
-    in 16 bits; from lse where its logit is -inf."""
-    own, lse = made.class_logits.gather(-1, at), made.lse.unsqueeze(-1)
-    near = made.class_logits - own - made.loss.unsqueeze(-1)
-    return torch.where(own.isinf(), made.class_logits - lse, near)
+    """log p (..., K) of a call's class_logits; `at`: index of the target among the classes.
+
+    They follow from the target's log p, which a large lse does not round, but where its logit is
+    -inf. So does their gradient where the target is likely: that of its loss is p - 1 without
+    cancellation. Elsewhere it follows from lse: the gradient of all other classes would cancel in
+    the target's, which may be small.
+    """
+    own = made.class_logits.gather(-1, at)
+    nll, lse = made.loss.unsqueeze(-1), made.lse.unsqueeze(-1)
+    from_lse = made.class_logits - lse
+    from_target = made.class_logits - own - nll
+    rounding = (lse - own - nll).detach()  # of lse
+    finite = torch.where(nll < _LIKELY, from_target, from_lse + rounding)
+    return torch.where(own.isinf(), from_lse, finite)
 
 
 _NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
-_NOT_OF_SPARSE += ("return_accuracy", "return_z_loss")
+_NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
 
 
 def _of_sparse_target(input, linear_weight, ids, probabilities, options):
@@ -282,28 +295,58 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     if not probabilities.is_floating_point():
         validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
     validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
+    validate.check_same_device("target", probabilities, "ids", ids)
     target, at, absent = _target_of(ids, options["ignore_index"], probabilities)
-    own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
-    reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
+    own = RowLosses.of_options(options, input, ids.shape[:-1])
+    z_loss, return_lse = options.pop("z_loss"), options.pop("return_lse")
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
     made = linear_cross_entropy(input, linear_weight, target, **options)
-    gaps = -_logprobs_of_classes(made, at).masked_fill(absent | (probabilities == 0), 0.0)
+    probabilities = probabilities.masked_fill(absent, 0.0)
+    gaps = -_logprobs_of_classes(made, at).masked_fill(probabilities == 0, 0.0)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
-    rows = rows if factor is None else rows * factor.to(rows.dtype)
-    loss = reduced(rows, absent.all(dim=-1), reduction, items, input)
+    loss = own.reduced(rows, absent.all(dim=-1))
     made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
     return made if any(value is not None for value in made[1:]) else loss
 
 
-def reduced(rows, ignored, reduction, items, input):
-    """The loss of those of rows (...), 0 where `ignored`; items: num_items."""
-    loss = rows if reduction == "none" else rows.sum()
-    if items is not None:
-        items = validate.num_items_tensor(items, reduction, input)
-    if reduction == "mean":
-        count = (~ignored).sum().to(loss.dtype) if items is None else items
-        loss = loss * torch.where(count == 0, 0.0, 1.0 / count)
-    return loss
+class RowLosses(typing.NamedTuple):
+    """What becomes of the losses of rows that are composed of log-probabilities in Python: the
+    options that linear_cross_entropy would apply to them, checked as there."""
+
+    reduction: str
+    token_weight: torch.Tensor | None
+    num_items: torch.Tensor | None
+
+    @classmethod
+    def of_options(cls, options, input, shape):
+        """Takes its options out of `options` and checks them, with z_loss and return_lse, which
+        stay; `shape`: of the rows."""
+        names = ("reduction", "z_loss", "return_lse", "token_weight", "num_items")
+        checked = {name: options[name] for name in names if name in options}
+        validate.check_tensor("input", input)
+        composite.check_options(checked, 1)
+        reduction = options.pop("reduction", "mean")
+        factor, items = options.pop("token_weight", None), options.pop("num_items", None)
+        if factor is not None:
+            validate.check_tensor("token_weight", factor)
+            validate.check_constant("token_weight", factor)
+            if factor.is_complex():
+                validate.refuse("token_weight", "real numbers", factor.dtype, TypeError)
+            validate.check_shape("token_weight", factor, shape, ", a number for each row of input")
+            validate.check_same_device("token_weight", factor, "input", input)
+        if items is not None:
+            items = validate.num_items_tensor(items, reduction, input)
+        return cls(reduction, factor, items)
+
+    def reduced(self, rows, ignored):
+        """The loss of rows (...), 0 where `ignored`, whatever they and token_weight hold there."""
+        if self.token_weight is not None:
+            rows = rows * self.token_weight.to(rows.dtype).masked_fill(ignored, 0.0)
+        rows = rows.masked_fill(ignored, 0.0)
+        if self.reduction != "mean":
+            return rows if self.reduction == "none" else rows.sum()
+        count = (~ignored).sum().to(rows.dtype) if self.num_items is None else self.num_items
+        return rows.sum() * torch.where(count == 0, 0.0, 1.0 / count)
 
 
 def cross_entropy(logits, target, **options):
@@ -343,7 +386,7 @@ _OF_LOGPROBS_AT = {
 }
 
 
-def linear_logprobs_at(input, linear_weight, ids, **options):
+def linear_logprobs_at(input, linear_weight, ids, *, tail=False, **options):
     """log p of K given classes of each row, in one pass over the logits.
 
     The gradient takes the same two GEMMs as that of `linear_logprobs`; no (..., V) tensor but that
@@ -353,32 +396,41 @@ def linear_logprobs_at(input, linear_weight, ids, **options):
         input, linear_weight: as in `linear_cross_entropy`.
         ids: class indices, shape (..., K), int64 or int32; `ignore_index` for none. They may
             repeat.
+        tail: adds a column: log of the probability of all other classes together. It is computed
+            from their logits, so it is exact also where 1 - sum of the K probabilities would be
+            rounding noise. Not with gradient="sampled".
         **options: those of `linear_logprobs` without shift and cu_seqlens.
 
     Returns:
-        log-probabilities (..., K), float32 (float64 for float64 operands), in nats; 0 where an id
-        is `ignore_index`. Differentiable, but not with gradient="sampled".
+        log-probabilities (..., K), with tail (..., K + 1), float32 (float64 for float64 operands),
+        in nats; 0 where an id is `ignore_index`, and in the tail of a row without an id.
+        Differentiable, but not with gradient="sampled".
 
     Raises: as `linear_cross_entropy`.
 
     >>> x, W, ids = torch.zeros(1, 8), torch.randn(16, 8), torch.tensor([[3, 5, -100]])
-    >>> flce.linear_logprobs_at(x, W, ids).exp()
-    tensor([[0.0625, 0.0625, 1.0000]])
+    >>> flce.linear_logprobs_at(x, W, ids, tail=True).exp()
+    tensor([[0.0625, 0.0625, 1.0000, 0.8750]])
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
-    return logprobs_at_of(input, linear_weight, ids, options)
+    return logprobs_at_of(input, linear_weight, ids, options, tail)
 
 
-def logprobs_at_of(input, linear_weight, ids, options):
+def logprobs_at_of(input, linear_weight, ids, options, tail=False):
     """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
+    validate.check_flag("tail", tail)
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
+    options["return_tail_lse"] = tail
     made = linear_cross_entropy(input, linear_weight, target, **options)
-    return _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
+    logprobs = _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
+    if not tail:
+        return logprobs
+    return torch.cat((logprobs, (made.tail_lse - made.lse).unsqueeze(-1)), dim=-1)
 
 
 def linear_logprobs(
-    input, linear_weight, target, *, entropy="differentiable", return_topk=0, **options
+    input, linear_weight, target, *, entropy="differentiable", return_topk=0, tail=False, **options
 ):
     """log p_y and the entropy of each row, for policy-gradient training.
 
@@ -390,6 +442,7 @@ def linear_logprobs(
         target: class indices, shape (...), int64 or int32.
         entropy: "differentiable"; "detached": without a gradient; None: not computed.
         return_topk: the number of classes of `TopLogprobs` (`topk` of `linear_cross_entropy`).
+        tail: with return_topk: computes `TopLogprobs.tail`.
         **options: those of `linear_cross_entropy` on which log p and the entropy depend, and those
             of how they are computed, as there; save="grads" requires a scalar loss and is refused
             here.
@@ -407,7 +460,9 @@ def linear_logprobs(
     """
     table.check_names("linear_logprobs", OF_LOGPROBS, options)
     check_logprobs(target, entropy)
-    return logprobs_of(input, linear_weight, target, entropy, return_topk, options)
+    if tail and not return_topk:
+        validate.refuse("tail", "False without return_topk", tail)
+    return logprobs_of(input, linear_weight, target, entropy, return_topk, options, tail)
 
 
 def check_logprobs(target, entropy):
@@ -419,17 +474,21 @@ def check_logprobs(target, entropy):
         validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
 
 
-def logprobs_of(input, linear_weight, target, entropy, topk, options):
+def logprobs_of(input, linear_weight, target, entropy, topk, options, tail=False):
     """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy."""
+    validate.check_flag("tail", tail)
     options = {**options, "reduction": "none", "return_entropy": ENTROPIES[entropy]}
-    options |= {"topk": topk, "return_lse": topk != 0}
+    options |= {"topk": topk, "return_lse": topk != 0, "return_tail_lse": tail}
     output = linear_cross_entropy(input, linear_weight, target, **options)
     if entropy is None and topk == 0:
         return -output, None
     if topk == 0:
         return -output.loss, output.entropy
     logprobs = output.class_logits - output.lse.unsqueeze(-1)
-    return -output.loss, output.entropy, table.TopLogprobs(logprobs, output.classes, output.lse)
+    top = table.TopLogprobs(logprobs, output.classes, output.lse)
+    if tail:
+        top = top._replace(tail=output.tail_lse - output.lse)
+    return -output.loss, output.entropy, top
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}

@@ -160,14 +160,27 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
 }
 
 /* What a forward saved for its backward, and the upstream gradients. grad_stats holds the gradients
- * of lse and entropy in the rows of these statistics; the other statistics have no gradient.
- * grad_classes is that of the classes' logits. */
+ * of lse, entropy and tail_lse in the rows of these statistics; the other statistics have no
+ * gradient. grad_classes is that of class_logits. */
 struct Kept {
   Tensor grad_output;
-  OptionalTensor grad_stats, grad_classes;
+  OptionalTensor grad_stats, grad_classes, class_logits;
   Tensor stats, scalars;
   OptionalTensor saved;
 };
+
+/* Binds the logits of the rows' classes, and their gradient if there is one. */
+void bind_kept_classes(const Kept& kept, ScalarType type, Call* call) {
+  if (!call->problem.has_grad_classes) return;
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(call->problem.row_classes);
+  if (!kept.class_logits) refuse("class_logits", "those of the forward", "None");
+  expect_like("class_logits", *kept.class_logits, shape, type, call->id);
+  call->tensors.class_logits = kept.class_logits->mutable_data_ptr();
+  if (!kept.grad_classes) return;
+  expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
+  call->tensors.grad_classes = kept.grad_classes->const_data_ptr();
+}
 
 void bind_kept(const Kept& kept, Call* call) {
   flce_tensors* tensors = &call->tensors;
@@ -182,18 +195,15 @@ void bind_kept(const Kept& kept, Call* call) {
   tensors->grad_output = kept.grad_output.const_data_ptr();
   tensors->stats = kept.stats.mutable_data_ptr();
   tensors->scalars = kept.scalars.mutable_data_ptr();
-  if (kept.grad_classes) {
-    std::vector<int64_t> shape = call->shape;
-    shape.push_back(call->problem.row_classes);
-    expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
-    tensors->grad_classes = kept.grad_classes->const_data_ptr();
-  }
+  bind_kept_classes(kept, type, call);
   if (!kept.grad_stats) return;
   expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
   tensors->grad_lse = rows + FLCE_STAT_LSE * n * flce_size_of(stat);
   if (call->problem.has_grad_entropy)
     tensors->grad_entropy = rows + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
+  if (call->problem.has_grad_tail)
+    tensors->grad_tail = rows + FLCE_STAT_TAIL_LSE * n * flce_size_of(stat);
 }
 
 /* Checks the tensor that a forward has saved. */
@@ -249,8 +259,10 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
                         reinterpret_cast<uintptr_t>(call.tensors.grad_weight);
   call.problem.weight_unaligned = addresses % 16 != 0;
   call.problem.has_grad_entropy = kept.grad_stats && call.problem.entropy_gradient;
-  call.problem.has_grad_classes = kept.grad_classes.has_value();
-  if (kept.grad_classes && !loss.classes) refuse("classes", "those of the forward", "None");
+  call.problem.has_grad_tail = kept.grad_stats && call.problem.wants_tail;
+  call.problem.has_grad_classes = kept.grad_classes || call.problem.has_grad_tail;
+  if (call.problem.has_grad_classes && !loss.classes)
+    refuse("classes", "those of the forward", "None");
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   check(flce_check_backward(&plan));
@@ -267,18 +279,19 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   "Tensor grad_output, Tensor? grad_stats, Tensor? grad_classes, Tensor input, " \
   "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "   \
   "Tensor? token_weight, Tensor? token_temperature, Tensor? classes, "           \
-  "Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
-#define BACKWARD_ARGUMENTS                                                                     \
-  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,    \
-      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight,  \
-      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,   \
-      Tensor stats, Tensor scalars, OptionalTensor saved, std::optional<int64_t> valid_vocab,  \
-      std::optional<int64_t> rows, std::vector<int64_t> integers, std::vector<double> numbers, \
-      std::optional<std::string> group
-#define MAKE_GRADIENTS(added)                                                              \
-  make_gradients(added, {grad_output, grad_stats, grad_classes, stats, scalars, saved},    \
-                 {input, linear_weight, linear_bias},                                      \
-                 {target, weight, token_weight, token_temperature, std::nullopt, classes}, \
+  "Tensor? class_logits, Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
+#define BACKWARD_ARGUMENTS                                                                    \
+  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,   \
+      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight, \
+      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,  \
+      OptionalTensor class_logits, Tensor stats, Tensor scalars, OptionalTensor saved,        \
+      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,                        \
+      std::vector<int64_t> integers, std::vector<double> numbers, std::optional<std::string> group
+#define MAKE_GRADIENTS(added)                                                                  \
+  make_gradients(added,                                                                        \
+                 {grad_output, grad_stats, grad_classes, class_logits, stats, scalars, saved}, \
+                 {input, linear_weight, linear_bias},                                          \
+                 {target, weight, token_weight, token_temperature, std::nullopt, classes},     \
                  {valid_vocab, rows, unpack_options(integers, numbers)}, group)
 
 std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
@@ -369,7 +382,8 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
       logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
       unpack_options(integers, numbers));
   call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
-  bind_kept({grad_output, grad_stats, std::nullopt, stats, scalars, std::nullopt}, &call);
+  bind_kept({grad_output, grad_stats, std::nullopt, std::nullopt, stats, scalars, std::nullopt},
+            &call);
   Device device(call.id, false);
   Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
   Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),

@@ -55,6 +55,7 @@ void read_loss(const Reader& read, flce_problem* problem) {
   problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
   problem->topk = read.integer(IntegerSlot::topk);
   problem->row_classes = flce_candidates(problem->topk);
+  problem->wants_tail = read.flag(IntegerSlot::wants_tail);
   problem->class_gradient = read.flag(IntegerSlot::class_gradient);
   problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
 }
@@ -69,8 +70,9 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->saves_memory = read.flag(IntegerSlot::saves_memory);
   problem->kept_memory = read.integer(IntegerSlot::kept_memory);
   problem->consumes_saved = read.flag(IntegerSlot::consumes_saved);
-  problem->differentiates_outputs =
-      read.flag(IntegerSlot::wants_lse) || problem->entropy_gradient || problem->class_gradient;
+  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||
+                                    problem->entropy_gradient || problem->class_gradient ||
+                                    problem->wants_tail;
   problem->accumulates = read.flag(IntegerSlot::accumulates);
   problem->traced = read.flag(IntegerSlot::traced);
   problem->want_grad_input = read.flag(IntegerSlot::grad_input);

@@ -77,6 +77,8 @@ static flce_status check_samples(const flce_problem* problem) {
          "gradient: expected \"exact\" with float64 operands, got \"sampled\"");
   EXPECT(!problem->has_grad_classes,
          "gradient: expected \"exact\" for a gradient of class_logits, got \"sampled\"");
+  EXPECT(!problem->wants_tail,
+         "return_tail_lse: expected False with gradient=\"sampled\", got True");
   EXPECT(problem->topk == 0 || !flce_caps_logits(loss),
          "topk: expected 0 with a softcap and gradient=\"sampled\", got %lld",
          (long long)problem->topk);

@@ -31,7 +31,7 @@ enum {
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
-  return keeps_nothing && !plan->finds_classes && !plan->compares;
+  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
 }
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -121,7 +121,9 @@ static flce_status choose_chunks(const flce_problem* caller, const flce_facts* f
                          .overlaps_dw = plan->bias_parts == 0};
   if (plan->save == FLCE_SAVE_STATS)
     backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  else if (stores_dz(plan))
+  else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
+    /* The same chunks where dz overwrites what is saved, so that the bits of a gradient do not
+     * depend on whether its graph is kept. */
     backward.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
   if (backward.row_bytes > 0)
     return choose_chunk_rows(&problem, facts, &backward, plan->dtype, &plan->backward_chunk_rows,
@@ -171,16 +173,16 @@ static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   bool later_dz =
       (problem->entropy_gradient || problem->class_gradient) && problem->save == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
-  bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
+  bool dz = dtype == FLCE_F16 || problem->has_probabilities || problem->wants_tail ||
             problem->divergence != FLCE_NO_DIVERGENCE ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
-/* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit.
- */
+/* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit,
+ * and exp(l - TAIL_LSE) of a class in the tail may be large where E has underflowed. */
 static bool needs_logits(const flce_problem* problem) {
-  return problem->has_probabilities || flce_caps_logits(&problem->loss);
+  return problem->has_probabilities || problem->wants_tail || flce_caps_logits(&problem->loss);
 }
 
 /* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
@@ -264,6 +266,7 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->topk > 0;
+  plan->sums_tail = problem->wants_tail;
   plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
   plan->draws = plan->compares && problem->sampled && plan->save == FLCE_SAVE_GRADS;
   flce_form forward = choose_form(problem, plan->dtype);
