@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
 from .options import CHOICES, DTYPES, GRADIENTS, code_of, replaced, value_of
-from .validate import check_same_device, check_shape, refuse, refuse_vmap
+from .validate import check_same_device, check_shape, check_vector, refuse, refuse_vmap
 
 # What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
 # few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
@@ -165,10 +165,7 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
         if tensor is not None:
             if option == "weight":
                 code_of(option, tensor.dtype)
-            elif tensor.is_complex():
-                refuse(option, "real numbers", tensor.dtype, TypeError)
-            check_shape(option, tensor, expected)
-            check_same_device(option, tensor, name, first)
+            check_vector(option, tensor, expected, name, first)
 
 
 def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias, *rest):

@@ -221,6 +221,7 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
             outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
             loss's; with save="grads" the backward then recomputes all gradients.
+        return_tail_lse: with `classes` or `topk`: the logsumexp of all other classes; as lse.
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
@@ -330,10 +331,8 @@ class RowLosses(typing.NamedTuple):
         if factor is not None:
             validate.check_tensor("token_weight", factor)
             validate.check_constant("token_weight", factor)
-            if factor.is_complex():
-                validate.refuse("token_weight", "real numbers", factor.dtype, TypeError)
-            validate.check_shape("token_weight", factor, shape, ", a number for each row of input")
-            validate.check_same_device("token_weight", factor, "input", input)
+            meaning = ", a number for each row of input"
+            validate.check_vector("token_weight", factor, shape, "input", input, meaning)
         if items is not None:
             items = validate.num_items_tensor(items, reduction, input)
         return cls(reduction, factor, items)
