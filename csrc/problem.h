@@ -201,6 +201,9 @@ typedef struct flce_problem {
   flce_dtype weight_dtype; /* of the caller's W, and of dW unless adds_grad_weight */
   flce_dtype bias_dtype;   /* of the caller's b, and of db */
   flce_dtype accum_dtype;  /* in which dW is summed over chunks: `dtype` or the stat dtype */
+  /* accum_dtype is the default, `dtype`, not the caller's choice: the plan takes the stat dtype for
+   * FLCE_WIDE_SUM_CHUNKS chunks or more. */
+  bool widens_sum;
   /* The requested dtype of the logits: the stat dtype (exact), or `dtype` (rounded, as in eager
    * PyTorch). */
   flce_dtype logits_dtype;
@@ -250,8 +253,8 @@ typedef struct flce_problem {
   bool input_is_sharded;
   bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
   bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
-  /* Set by flce_plan_call from the plan of an equal share, so that all ranks have the same chunks
-   * and row order. 0 and false without ranks. */
+  /* Set by flce_plan_call from the plan of an equal share, as accum_dtype is then, so that all
+   * ranks have the same chunks, row order and accumulator. 0 and false without ranks. */
   int64_t chunk_rows;
   bool gathers;
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at

@@ -85,9 +85,9 @@ def with_torch_options(linear_weight, options):
     torch.nn.LinearCrossEntropyOptions or an object with the fields below, else TypeError.
 
     `accum_dtype` is `acc_dtype`, except with acc_policy="compact", which sums the weight's gradient
-    in the weight's own dtype, in torch too. `max_memory` is the size in bytes of `batch_chunk_size`
-    rows of logits in float32 (float64 for a float64 weight). `chunking_method` and
-    `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
+    in the operands' own dtype, in torch too. `max_memory` is the size in bytes of
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight). `chunking_method`
+    and `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
     """
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
@@ -98,6 +98,10 @@ def with_torch_options(linear_weight, options):
         validate.refuse("options", expected, type(given).__name__, TypeError)
     if options.get("accum_dtype") is None and given.acc_policy != "compact":
         options["accum_dtype"] = given.acc_dtype
+    elif options.get("accum_dtype") is None:
+        table.code_of("linear_weight", linear_weight.dtype)
+        autocast = composite.autocast_code(linear_weight)
+        options["accum_dtype"] = table.gemm_dtype(autocast, linear_weight.dtype)
     if (rows := given.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
         classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
@@ -192,7 +196,8 @@ def linear_cross_entropy(input, linear_weight, target, **options):
             memory then follow, or "count", which synchronises with the device. More such rows make
             the loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
-            own (None) or torch.float32, more exact, for 4 V H more bytes with 16-bit operands.
+            own, or torch.float32, which with 16-bit operands takes 4 V H more bytes. None: the
+            operands' own below 16 chunks, and float32 from there on (docs/memory.md).
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"

@@ -217,6 +217,8 @@ LAYOUT = 8  # raise it together with kLayout of csrc/binding/options.h
 # layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
 (*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+# From so many chunks on the weight's gradient is summed in float32 by default (csrc/flce.h).
+WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 # What a call adds to the options, by default: dtype of autocast, size of an adapter's join, global
 # state.
 OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}

@@ -311,8 +311,9 @@ void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
       refuse("linear_bias", "the dtype of input, " + either(own, wide),
              dtype_text(to_scalar_type(bias)) + "; torch.autocast casts it", FLCE_INVALID_TYPE);
   }
+  problem->widens_sum = options.accum_dtype < 0;
   problem->accum_dtype =
-      options.accum_dtype < 0 ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
+      problem->widens_sum ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
   problem->logits_dtype = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtype)
                                                    : static_cast<flce_dtype>(options.logits_dtype);
 }
