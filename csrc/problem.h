@@ -99,7 +99,7 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  * systematic: with F the prefix sums of q, in fixed point of flce_sample_bits() bits, and one
  * uniform number u_i in [0, 1) for the row, class j is kept if some integer m has
  * F_{j-1} <= m + u_i < F_j. u_i is so many upper bits of the first two output words of
- * Philox4x32-10 of key seed and counter i, i the token's number.
+ * Philox4x32-10 of key seed and counter i, i the token's number, from first_token on.
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
@@ -184,6 +184,8 @@ typedef struct flce_problem {
   int64_t tokens, /* N */
       hidden,     /* H */
       vocab;      /* V */
+  /* The number of token 0, where the tokens are a part of the caller's: in draws and messages. */
+  int64_t first_token;
   /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
    * [weight_rows][hidden - frozen_hidden]. */
   int64_t frozen_hidden;

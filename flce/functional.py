@@ -57,7 +57,23 @@ def _call(name, known, operands, options):
     except AttributeError:
         _check_tensors(name, operands, options)
         raise
+    return _result(made)
+
+
+def _result(made):
     return made[0] if len(made) == 1 else table.LinearCrossEntropyOutput(*made)
+
+
+def part_from(first_token):
+    """linear_cross_entropy of a part of a call's rows, from row `first_token` on: draws and
+    messages have the rows' numbers in that call. Of plain tensors, outside of graphs and
+    transforms."""
+
+    def call(*operands, **options):
+        of_part = {"first_token": first_token}
+        return _result(composite.linear_cross_entropy_of(*operands, options, **of_part))
+
+    return call
 
 
 def _check_tensors(name, operands, options):
@@ -249,13 +265,17 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
 
+def check_ids(name, ids):
+    validate.check_tensor(name, ids)
+    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
+        got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
+        validate.refuse(name, "int64 or int32 class indices of shape (..., K), K at least 1", got)
+
+
 def _target_of(ids, ignore_index, chances=None):
     """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
     or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
-    validate.check_tensor("ids", ids)
-    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
-        got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
-        validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
+    check_ids("ids", ids)
     absent = ids == table.ignore_index_of(ignore_index)
     chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
     at = chances.argmax(dim=-1, keepdim=True)
@@ -374,11 +394,12 @@ def linear_logprobs_at(input, linear_weight, ids, **options):
     return logprobs_at_of(input, linear_weight, ids, options)
 
 
-def logprobs_at_of(input, linear_weight, ids, options):
-    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
+def logprobs_at_of(input, linear_weight, ids, options, call=linear_cross_entropy):
+    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy, or of
+    `call` in its place."""
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
-    made = linear_cross_entropy(input, linear_weight, target, **options)
+    made = call(input, linear_weight, target, **options)
     return _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
 
 
@@ -424,11 +445,11 @@ def check_logprobs(target, entropy):
         validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
 
 
-def logprobs_of(input, linear_weight, target, entropy, topk, options):
-    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy."""
+def logprobs_of(input, linear_weight, target, entropy, topk, options, call=linear_cross_entropy):
+    """As linear_logprobs, without its checks; `options` and `call`: as of logprobs_at_of."""
     options = {**options, "reduction": "none", "return_entropy": ENTROPIES[entropy]}
     options |= {"topk": topk, "return_lse": topk != 0}
-    output = linear_cross_entropy(input, linear_weight, target, **options)
+    output = call(input, linear_weight, target, **options)
     if entropy is None and topk == 0:
         return -output, None
     if topk == 0:

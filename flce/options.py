@@ -212,7 +212,7 @@ def default_memory(device):
 
 # ---- packing ----
 
-LAYOUT = 8  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 9  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
 # layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
 (*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
@@ -346,6 +346,7 @@ class Packed:
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = any(wanted._replace(predictions=False))
         values["ignore_index"], values["topk"] = self.ignore_index, self.topk
+        values["first_token"] = 0
         self._values, self._lists = values, {}
 
     def integers_with(self, *first, **of_call):
