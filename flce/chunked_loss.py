@@ -256,10 +256,9 @@ class _Chunks:
         self.accumulator = Accumulator(weight, attribute) if attribute and trains else None
         # float16 cannot hold gradients that are not yet multiplied by grad_output, a GradScaler's
         # factor: a chunk makes float32 ones.
-        self.is_half = dtype == torch.float16
-        device = weight.device.type
-        casts = torch.autocast(device, dtype) if self.is_half else contextlib.nullcontext()
-        self.autocast = casts
+        self.is_half, self.autocast = dtype == torch.float16, contextlib.nullcontext()
+        if self.is_half:
+            self.autocast = torch.autocast(weight.device.type, dtype)
         self.rows, self.whole = {"target": target}, {}  # for each row, for all rows
         self._cut_operands(operands["input"].shape[:-1], count)
         self._set_options(operands["input"])
