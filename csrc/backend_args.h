@@ -447,15 +447,13 @@ typedef struct flce_sum_dx_args {
   int64_t count;        /* of elements */
 } flce_sum_dx_args;
 
-/* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at
- * token 0 and first_token is 0. */
 typedef struct flce_sample_rows_args {
   const flce_rows* rows; /* target, index, out (E), stats and stat_pitch are read */
   int32_t* lists;        /* [rows->rows][flce_sample_pitch(eps)] */
   double eps;            /* flce_problem.gradient_eps */
   int bits;              /* flce_sample_bits() */
   const int64_t* seed;   /* [1] */
-  int64_t first_token;   /* see above */
+  int64_t first_token;   /* the number of the token at which the vectors of `rows` start */
 } flce_sample_rows_args;
 
 typedef struct flce_sampled_input_args {

@@ -135,6 +135,13 @@ typedef struct flce_collective {
   int64_t bytes;             /* that a rank receives from the others in all of them */
 } flce_collective;
 
+/* From so many chunks on dW is summed in the stat dtype, unless the caller says otherwise. A 16-bit
+ * sum is rounded once for each chunk: over 8, 16, 32 and 86 chunks the error of the gradients of
+ * rare classes is 1.5, 2, 3 and 9 times that of one chunk, and over hundreds, where a chunk adds
+ * less than half a unit of the sum's last digit, these gradients lose up to 40 % (docs/memory.md).
+ * A float32 accumulator takes 4 V H bytes. */
+enum { FLCE_WIDE_SUM_CHUNKS = 16 };
+
 /* All decisions for one problem on one device. Pitches are in elements. */
 typedef struct flce_plan {
   flce_save save;   /* flce_problem.save */

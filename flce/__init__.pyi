@@ -143,6 +143,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, None, slice], Tensor],
     *,
     entropy: None = None,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> Tensor: ...
 @overload
@@ -153,6 +154,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, None, slice], tuple[Tensor, _T]],
     *,
     entropy: None = None,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> tuple[Tensor, _T]: ...
 @overload
@@ -163,6 +165,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, Tensor, slice], Tensor],
     *,
     entropy: _Entropy,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> Tensor: ...
 @overload
@@ -173,6 +176,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, Tensor, slice], tuple[Tensor, _T]],
     *,
     entropy: _Entropy,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> tuple[Tensor, _T]: ...
 def linear_divergence(

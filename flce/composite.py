@@ -220,21 +220,23 @@ def _outputs(packed, made, target, tensors, num_items, bound):
     return [loss, *outputs.values()]
 
 
-def check_options(given, rows):
-    """The checks of options that need no tensor; `rows`: of linear_weight on this rank."""
+def check_options(given, rows, **sizes):
+    """The checks of options that need no tensor; `rows`: of linear_weight on this rank. `sizes`:
+    others that are known, by their names in the operator's schema."""
     packed, _ = split(given)
     accumulates = packed.accumulate_into is not None
     integers = packed.integers_with(grad_input=1, grad_weight=1, accumulates=accumulates)
     # Which dtypes are allowed depends on that of the operands.
     integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
     lists = packed.valid_vocab, integers, packed.numbers
-    return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
+    return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
-def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
+def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None, first_token=0):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
     none is. `given`: the options that the caller gave, by name; a missing one has its default.
-    `teacher`: of a divergence from it (linear_divergence_of)."""
+    `teacher`: of a divergence from it (linear_divergence_of). `first_token`: the number of the
+    first row, where these are a part of the caller's."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -264,6 +266,8 @@ def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
     adds = accumulates and not teacher  # a divergence adds what its forward has made
     of_call = autocast, frozen, adds, traced, wants_classes, *made_now, tf32
     integers = packed.integers(*memory, *of_call)
+    if first_token:
+        integers = replaced(integers, first_token=first_token)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:

@@ -1,13 +1,11 @@
 """The public functions: loss of a linear head, loss of given logits, log-probabilities."""
 
-import math
 import numbers
-import typing
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import accumulate, composite, validate
+from . import accumulate, class_losses, composite, validate
 from . import options as table
 
 # Set by flce.distributed: (operands, options) of a call with DTensors, as local tensors.
@@ -58,7 +56,23 @@ def _call(name, known, operands, options):
     except AttributeError:
         _check_tensors(name, operands, options)
         raise
+    return _result(made)
+
+
+def _result(made):
     return made[0] if len(made) == 1 else table.LinearCrossEntropyOutput(*made)
+
+
+def part_from(first_token):
+    """linear_cross_entropy of a part of a call's rows, from row `first_token` on: draws and
+    messages have the rows' numbers in that call. Of plain tensors, outside of graphs and
+    transforms."""
+
+    def call(*operands, **options):
+        of_part = {"first_token": first_token}
+        return _result(composite.linear_cross_entropy_of(*operands, options, **of_part))
+
+    return call
 
 
 def _check_tensors(name, operands, options):
@@ -86,9 +100,9 @@ def with_torch_options(linear_weight, options):
     torch.nn.LinearCrossEntropyOptions or an object with the fields below, else TypeError.
 
     `accum_dtype` is `acc_dtype`, except with acc_policy="compact", which sums the weight's gradient
-    in the weight's own dtype, in torch too. `max_memory` is the size in bytes of `batch_chunk_size`
-    rows of logits in float32 (float64 for a float64 weight). `chunking_method` and
-    `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
+    in the operands' own dtype, in torch too. `max_memory` is the size in bytes of
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight). `chunking_method`
+    and `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
     """
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
@@ -99,6 +113,10 @@ def with_torch_options(linear_weight, options):
         validate.refuse("options", expected, type(given).__name__, TypeError)
     if options.get("accum_dtype") is None and given.acc_policy != "compact":
         options["accum_dtype"] = given.acc_dtype
+    elif options.get("accum_dtype") is None:
+        table.code_of("linear_weight", linear_weight.dtype)
+        autocast = composite.autocast_code(linear_weight)
+        options["accum_dtype"] = table.gemm_dtype(autocast, linear_weight.dtype)
     if (rows := given.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
         classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
@@ -193,7 +211,8 @@ def linear_cross_entropy(input, linear_weight, target, **options):
             memory then follow, or "count", which synchronises with the device. More such rows make
             the loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
-            own (None) or torch.float32, more exact, for 4 V H more bytes with 16-bit operands.
+            own, or torch.float32, which with 16-bit operands takes 4 V H more bytes. None: the
+            operands' own below 16 chunks, and float32 from there on (docs/memory.md).
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
@@ -242,110 +261,11 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     >>> torch.testing.assert_close(loss, eager)
     """
     if isinstance(target, tuple) and len(target) == 2:
-        return _of_sparse_target(input, linear_weight, *target, options)
+        options = table.completed("linear_cross_entropy", _ALL, options)
+        return class_losses.of_sparse_target(
+            linear_cross_entropy, input, linear_weight, *target, options
+        )
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
-
-
-def _target_of(ids, ignore_index, chances=None):
-    """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
-    or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
-    validate.check_tensor("ids", ids)
-    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
-        got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
-        validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
-    absent = ids == table.ignore_index_of(ignore_index)
-    chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
-    at = chances.argmax(dim=-1, keepdim=True)
-    return ids.gather(-1, at).squeeze(-1), at, absent
-
-
-_LIKELY = 0.7  # -log p below which a class has about half of the probability or more
-
-
-def _logprobs_of_classes(made, at):
-    """log p (..., K) of a call's class_logits; `at`: index of the target among the classes.
-
-    They follow from the target's log p, which a large lse does not round, but where its logit is
-    -inf. So does their gradient where the target is likely: that of its loss is p - 1 without
-    cancellation. Elsewhere it follows from lse: the gradient of all other classes would cancel in
-    the target's, which may be small.
-    """
-    own = made.class_logits.gather(-1, at)
-    nll, lse = made.loss.unsqueeze(-1), made.lse.unsqueeze(-1)
-    from_lse = made.class_logits - lse
-    from_target = made.class_logits - own - nll
-    rounding = (lse - own - nll).detach()  # of lse
-    finite = torch.where(nll < _LIKELY, from_target, from_lse + rounding)
-    return torch.where(own.isinf(), from_lse, finite)
-
-
-_NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
-_NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
-
-
-def _of_sparse_target(input, linear_weight, ids, probabilities, options):
-    """linear_cross_entropy with probabilities of K classes of each row."""
-    options = table.completed("linear_cross_entropy", _ALL, options)
-    for name in _NOT_OF_SPARSE:
-        given = options.pop(name)
-        if isinstance(given, torch.Tensor) or given != _ALL[name]:
-            validate.refuse(name, f"{_ALL[name]} with (ids, probabilities)", given)
-    validate.check_tensor("ids", ids)
-    validate.check_tensor("target", probabilities)
-    validate.check_constant("target", probabilities)
-    if not probabilities.is_floating_point():
-        validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
-    validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
-    validate.check_same_device("target", probabilities, "ids", ids)
-    target, at, absent = _target_of(ids, options["ignore_index"], probabilities)
-    own = RowLosses.of_options(options, input, ids.shape[:-1])
-    z_loss, return_lse = options.pop("z_loss"), options.pop("return_lse")
-    options |= {"reduction": "none", "classes": ids, "return_lse": True}
-    made = linear_cross_entropy(input, linear_weight, target, **options)
-    probabilities = probabilities.masked_fill(absent, 0.0)
-    gaps = -_logprobs_of_classes(made, at).masked_fill(probabilities == 0, 0.0)
-    rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
-    loss = own.reduced(rows, absent.all(dim=-1))
-    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
-    return made if any(value is not None for value in made[1:]) else loss
-
-
-class RowLosses(typing.NamedTuple):
-    """What becomes of the losses of rows that are composed of log-probabilities in Python: the
-    options that linear_cross_entropy would apply to them, checked as there."""
-
-    reduction: str
-    token_weight: torch.Tensor | None
-    num_items: torch.Tensor | None
-
-    @classmethod
-    def of_options(cls, options, input, shape):
-        """Takes its options out of `options` and checks them, with z_loss and return_lse, which
-        stay; `shape`: of the rows."""
-        names = ("reduction", "z_loss", "return_lse", "token_weight", "num_items")
-        checked = {name: options[name] for name in names if name in options}
-        validate.check_tensor("input", input)
-        composite.check_options(checked, 1)
-        reduction = options.pop("reduction", "mean")
-        factor, items = options.pop("token_weight", None), options.pop("num_items", None)
-        if factor is not None:
-            validate.check_tensor("token_weight", factor)
-            validate.check_constant("token_weight", factor)
-            meaning = ", a number for each row of input"
-            validate.check_vector("token_weight", factor, shape, "input", input, meaning)
-        if items is not None:
-            items = validate.num_items_tensor(items, reduction, input)
-        return cls(reduction, factor, items)
-
-    def reduced(self, rows, ignored):
-        """The loss of rows (...), 0 where `ignored`, whatever they and token_weight hold there."""
-        if self.token_weight is not None:
-            rows = rows * self.token_weight.to(rows.dtype).masked_fill(ignored, 0.0)
-        rows = rows.masked_fill(ignored, 0.0)
-        if self.reduction != "mean":
-            return rows if self.reduction == "none" else rows.sum()
-        count = (~ignored).sum().to(rows.dtype) if self.num_items is None else self.num_items
-        return rows.sum() * torch.where(count == 0, 0.0, 1.0 / count)
 
 
 def cross_entropy(logits, target, **options):
@@ -412,20 +332,7 @@ def linear_logprobs_at(input, linear_weight, ids, *, tail=False, **options):
     tensor([[0.0625, 0.0625, 1.0000, 0.8750]])
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
-    return logprobs_at_of(input, linear_weight, ids, options, tail)
-
-
-def logprobs_at_of(input, linear_weight, ids, options, tail=False):
-    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
-    validate.check_flag("tail", tail)
-    target, at, absent = _target_of(ids, options.get("ignore_index"))
-    options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
-    options["return_tail_lse"] = tail
-    made = linear_cross_entropy(input, linear_weight, target, **options)
-    logprobs = _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
-    if not tail:
-        return logprobs
-    return torch.cat((logprobs, (made.tail_lse - made.lse).unsqueeze(-1)), dim=-1)
+    return class_losses.logprobs_at(linear_cross_entropy, input, linear_weight, ids, options, tail)
 
 
 def linear_logprobs(
@@ -473,12 +380,15 @@ def check_logprobs(target, entropy):
         validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
 
 
-def logprobs_of(input, linear_weight, target, entropy, topk, options, tail=False):
-    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy."""
+def logprobs_of(
+    input, linear_weight, target, entropy, topk, options, tail=False, call=linear_cross_entropy
+):
+    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy, or of `call`
+    in its place."""
     validate.check_flag("tail", tail)
     options = {**options, "reduction": "none", "return_entropy": ENTROPIES[entropy]}
     options |= {"topk": topk, "return_lse": topk != 0, "return_tail_lse": tail}
-    output = linear_cross_entropy(input, linear_weight, target, **options)
+    output = call(input, linear_weight, target, **options)
     if entropy is None and topk == 0:
         return -output, None
     if topk == 0:

@@ -219,11 +219,13 @@ def default_memory(device):
 
 # ---- packing ----
 
-LAYOUT = 9  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 10  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
 # layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
 (*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+# From so many chunks on the weight's gradient is summed in float32 by default (csrc/flce.h).
+WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 # What a call adds to the options, by default: dtype of autocast, size of an adapter's join, global
 # state.
 OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}
@@ -352,6 +354,7 @@ class Packed:
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = any(wanted._replace(predictions=False))
         values["ignore_index"], values["topk"] = self.ignore_index, self.topk
+        values["first_token"] = 0
         self._values, self._lists = values, {}
 
     def integers_with(self, *first, **of_call):

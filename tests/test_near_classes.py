@@ -20,7 +20,18 @@ DRAWS = int(os.environ.get("FLCE_DRAWS", "60"))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 EPS |= {torch.float16: 2.0**-11}
-FORMS = ["sparse", "at", "at_tail", "loss_at", "top", "top_tail", "forward_kl", "reverse_kl", "jsd"]
+FORMS = [
+    "sparse",
+    "at",
+    "at_tail",
+    "loss_at",
+    "loss_at_tail",
+    "top",
+    "top_tail",
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+]
 
 
 class Near:
@@ -45,7 +56,7 @@ class Near:
         if self.random.random() < 0.2 and not self.is_top:
             self.map["softcap"] = 40.0
         self.options = {"save": pick(["auto", "logits", "stats"]), **self.map}
-        if form == "loss_at":
+        if form.startswith("loss_at"):
             self.options = {"rows": pick([1, 4, 100]), **self.map}
         self.operands()
         self.teacher()
@@ -114,7 +125,7 @@ class Near:
         if form == "sparse":
             return -(self.q.to(wide) * log_p).sum()
         both = torch.cat((log_p, tail), -1)
-        if self.is_top or form in ("at", "at_tail", "loss_at"):
+        if self.is_top or form.removesuffix("_tail") in ("at", "loss_at"):
             q = self.nearby_weights(form).to(wide)
             return -(q * both[:, : q.shape[-1]]).sum()
         return self.divergence(log_p, tail)
@@ -164,9 +175,9 @@ class Near:
             return flce.linear_divergence(x, w, teacher_logits=teacher, reduction="sum", **options)
         q = self.nearby_weights(form)
         q = q.double() if self.dtype == torch.float64 else q
-        if form == "loss_at":
+        if form.startswith("loss_at"):
             fn = lambda log_p, entropy, rows: -(q[rows] * log_p).sum()  # noqa: E731
-            return flce.linear_loss(x, w, self.ids, fn, **options)
+            return flce.linear_loss(x, w, self.ids, fn, tail=form == "loss_at_tail", **options)
         if form in ("at", "at_tail"):
             log_p = flce.linear_logprobs_at(x, w, self.ids, tail=form == "at_tail", **options)
             return -(q * log_p).sum()

@@ -116,9 +116,10 @@ void check_classes(const int64_t* ids, const flce_problem& problem) {
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
     if (ids[i] != none && (ids[i] < 0 || ids[i] >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
-                    "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
-                        std::to_string(ids[i]) + ", expected 0 to " + std::to_string(most - 1) +
-                        ", or ignore_index");
+                    "classes: row " +
+                        std::to_string(problem.first_token + i / problem.row_classes) +
+                        " has class " + std::to_string(ids[i]) + ", expected 0 to " +
+                        std::to_string(most - 1) + ", or ignore_index");
   }
 }
 
@@ -207,9 +208,9 @@ void check_values(const LossTensors& given, const Call& call) {
   for (int64_t i = 0; i < problem.tokens; i++)
     if (target[i] != ignored && (target[i] < 0 || target[i] >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
-                    "target[" + std::to_string(i) + "] is " + std::to_string(target[i]) +
-                        ": expected 0 <= target < " + std::to_string(most) + " or ignore_index " +
-                        std::to_string(ignored));
+                    "target[" + std::to_string(problem.first_token + i) + "] is " +
+                        std::to_string(target[i]) + ": expected 0 <= target < " +
+                        std::to_string(most) + " or ignore_index " + std::to_string(ignored));
   valid_rows(target, problem);
 }
 
@@ -311,8 +312,9 @@ void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
       refuse("linear_bias", "the dtype of input, " + either(own, wide),
              dtype_text(to_scalar_type(bias)) + "; torch.autocast casts it", FLCE_INVALID_TYPE);
   }
+  problem->widens_sum = options.accum_dtype < 0;
   problem->accum_dtype =
-      options.accum_dtype < 0 ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
+      problem->widens_sum ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
   problem->logits_dtype = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtype)
                                                    : static_cast<flce_dtype>(options.logits_dtype);
 }

@@ -15,8 +15,9 @@ namespace {
   "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers, str? group=None"
 
 /* Text that suggests a max_memory of half the current logits buffer, if that still holds one
- * row. */
-std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
+ * row and takes less memory: with more chunks dW may be summed in float32. */
+std::string memory_advice(const Device& device, const flce_problem& problem,
+                          const flce_plan& plan) {
   bool samples = plan.save == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
   int64_t logits =
       plan.buffers[FLCE_BUF_LOGITS].bytes + (samples ? 0 : plan.buffers[FLCE_BUF_SAVED].bytes);
@@ -25,15 +26,22 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
                        " bytes over the inputs, of which " + std::to_string(logits) +
                        " for logits (save=\"" + flce_save_name(plan.save) + "\")";
   if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
+  flce_problem cheaper = problem;
+  cheaper.max_memory = smaller;
+  cheaper.saves_memory = false;
+  if (plan.save == FLCE_SAVE_LOGITS) cheaper.save = FLCE_SAVE_AUTO;
+  flce_plan other;
+  flce_status status = flce_plan_call(device.table(), &cheaper, &other);
+  if (status != FLCE_OK || other.peak_bytes >= plan.peak_bytes) return advice;
   advice += ". Try max_memory=" + std::to_string(smaller);
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
 /* Rethrows; out of memory with that text. */
-[[noreturn]] void rethrow_with_advice(const Failure& failure, const flce_problem& problem,
-                                      const flce_plan& plan) {
+[[noreturn]] void rethrow_with_advice(const Failure& failure, const Device& device,
+                                      const flce_problem& problem, const flce_plan& plan) {
   if (failure.status() != FLCE_OUT_OF_MEMORY) throw;
-  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(problem, plan));
+  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(device, problem, plan));
 }
 
 bool keeps_tensor(const flce_plan& plan) {
@@ -124,7 +132,7 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   try {
     return run_forward(device, plan, input, group, &call);
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
@@ -155,7 +163,7 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
           classes] = run_forward(device, plan, input, group, &call);
     return {loss, scalars, grad_input, grad_weight, grad_bias};
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
@@ -271,7 +279,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   try {
     return run_backward(device, plan, operands.input, group, &call);
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 

@@ -110,6 +110,7 @@ PackedOptions unpack_options(const std::vector<int64_t>& integers,
   read_strategy(read, &options.problem);
   read_shard(read, &options.problem);
   options.problem.frozen_hidden = read.integer(IntegerSlot::frozen_hidden);
+  options.problem.first_token = read.integer(IntegerSlot::first_token);
   options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
   options.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
   options.logits_dtype = read.dtype(IntegerSlot::logits_dtype);

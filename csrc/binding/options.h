@@ -25,12 +25,12 @@ namespace flce {
       SLOT(saves_memory), SLOT(accumulates), SLOT(traced), SLOT(grad_input), SLOT(grad_weight), \
       SLOT(grad_bias), SLOT(consumes_saved), SLOT(allow_tf32), SLOT(ranks), SLOT(rank),         \
       SLOT(start), SLOT(vocab), SLOT(input_is_sharded), SLOT(partial_grad_input),               \
-      SLOT(wide_terms), SLOT(layout)
+      SLOT(wide_terms), SLOT(first_token), SLOT(layout)
 
 /* Version of the lists and of the shapes of the tensors that a forward saves for its backward.
  * Raise it when they change for the same options: torch keeps compiled graphs on disk, and a graph
  * compiled with an earlier build must not run with this one. */
-constexpr int64_t kLayout = 9;
+constexpr int64_t kLayout = 10;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };

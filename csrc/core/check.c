@@ -201,6 +201,9 @@ flce_status flce_check_problem(const flce_problem* problem) {
   long long frozen = problem->frozen_hidden;
   bool empty = vocab == 0 && flce_is_sharded(problem), grads = problem->save == FLCE_SAVE_GRADS;
   EXPECT(tokens >= 0, "tokens: expected at least 0, got %lld", tokens);
+  EXPECT(problem->first_token >= 0 && problem->first_token <= INT64_MAX - tokens,
+         "first_token: expected 0 to %lld, got %lld", (long long)(INT64_MAX - tokens),
+         (long long)problem->first_token);
   EXPECT(hidden >= 1 && (vocab >= 1 || empty),
          "linear_weight: expected at least one row and column, got shape (%lld, %lld)", vocab,
          hidden);

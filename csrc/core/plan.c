@@ -145,8 +145,9 @@ static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype dtype) {
 /* The exception to kept_dtype is dW, the largest gradient. It is kept in float16, times
  * FLCE_SCALAR_DW_SCALE, with which no sum overflows and what underflows is negligible. */
 static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
+  bool asks_f32 = problem->accum_dtype != FLCE_F16 && !problem->widens_sum;
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
-         problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16 && !plan->draws;
+         problem->weight_dtype == FLCE_F16 && !asks_f32 && !plan->draws;
 }
 
 /* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
@@ -246,18 +247,35 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
 }
 
-/* How dW is summed over chunks. */
-static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  flce_dtype stat = flce_stat_dtype(plan->dtype);
-  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
-  plan->accum_dtype = wide ? stat : plan->dtype;
+/* Sets in which dtype dW is summed over chunks, and how. */
+static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_facts* facts,
+                      flce_plan* plan) {
+  plan->accum_dtype = dtype;
   /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
   bool makes_both =
       problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
-  plan->bias_parts = makes_both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
-  if (draws_samples(plan) || gemm_writes(plan, facts, plan->accum_dtype)) return;
+  plan->bias_parts = makes_both && dtype == plan->dtype ? facts->bias_parts : 0;
+  plan->dw_block_rows = 0;
+  if (draws_samples(plan) || gemm_writes(plan, facts, dtype)) return;
   int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows = min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+}
+
+static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
+  sum_dw_in(wide ? stat : plan->dtype, problem, facts, plan);
+}
+
+/* The default of accum_dtype over many chunks. Their number depends on the cost of accumulating, so
+ * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled graph
+ * has to know it, and does not know the number of chunks. */
+static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  bool decided = problem->chunk_rows > 0; /* accum_dtype is that of the equal share */
+  bool sums = problem->want_grad_weight && !draws_samples(plan);
+  int64_t chunks = plan->save == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
+  if (problem->widens_sum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
+    sum_dw_in(flce_stat_dtype(plan->dtype), problem, facts, plan);
 }
 
 void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -527,6 +545,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   plan->rows = problem->rows;
   flce_choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
+  widen_dw_sum(problem, facts, plan);
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);

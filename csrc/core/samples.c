@@ -15,13 +15,14 @@ static int32_t* list_of_row(const execution* e, int64_t row) {
 flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   const flce_problem* problem = e->problem;
   int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
+  int64_t first = problem->first_token + (e->plan->gathers ? 0 : c->first);
   CALL(e, sample_rows,
        &(flce_sample_rows_args){.rows = &c->view,
                                 .lists = list_of_row(e, c->first),
                                 .eps = problem->gradient_eps,
                                 .bits = flce_sample_bits(classes),
                                 .seed = e->tensors->seed,
-                                .first_token = e->plan->gathers ? 0 : c->first});
+                                .first_token = first});
   return FLCE_OK;
 }
 

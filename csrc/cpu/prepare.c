@@ -12,7 +12,7 @@ static flce_status check_targets(const flce_problem* problem, const int64_t* tar
     if (y == ignore_index || (y >= 0 && y < problem->vocab)) continue;
     return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
                      "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
-                     (long long)i, (long long)y, (long long)problem->vocab,
+                     (long long)(problem->first_token + i), (long long)y, (long long)problem->vocab,
                      (long long)ignore_index);
   }
   return FLCE_OK;

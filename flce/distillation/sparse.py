@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from .. import functional, validate
+from .. import class_losses, functional, validate
 from ..options import check_names, code_of, ignore_index_of
 
 TAILS = ("class", "renormalize")
@@ -53,9 +53,11 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     if (gradient := options.get("gradient", "exact")) != "exact":
         validate.refuse("gradient", '"exact" with (ids, log-probabilities)', repr(gradient))
     _check(input, ids, logprobs)
-    rows = functional.RowLosses.of_options(options, input, ids.shape[:-1])
+    rows = class_losses.RowLosses.of_options(options, input, ids.shape[:-1])
     has_tail = tail == "class"
-    log_p = functional.logprobs_at_of(input, linear_weight, ids, options, has_tail)
+    log_p = class_losses.logprobs_at(
+        functional.linear_cross_entropy, input, linear_weight, ids, options, has_tail
+    )
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
     ignored = absent.all(dim=-1)
     log_q = logprobs.masked_fill(absent, -math.inf)
