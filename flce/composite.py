@@ -5,6 +5,7 @@ formula, as autograd records the operators that they call.
 """
 
 import math
+import re
 
 import torch
 from torch.compiler import is_compiling
@@ -269,10 +270,13 @@ def cross_entropy_of(logits, target, given):
     return _outputs(packed, made, target, tensors, num_items, None)
 
 
-def _kernel_of(function, gives_outputs):
-    """`function` as the operator's kernel; an unwanted output is an empty tensor, not None."""
+def _kernel_of(function, names, gives_outputs):
+    """`function` as the operator's kernel; an unwanted output is an empty tensor, not None.
+    `names`: of the first operands, which must be tensors; torch passes None on."""
 
     def kernel(*tensors, token_temperature=None, detach_entropy=False, **given):
+        for name, tensor in zip(names, tensors, strict=False):
+            validate.check_tensor(name, tensor)
         if token_temperature is not None:
             given["temperature"] = token_temperature
         if detach_entropy:
@@ -293,9 +297,10 @@ def _register(name, function, operands, options, variants=2):
     schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
     returns = ", ".join(f"bool {option}=False" for option in (*RETURNS, "detach_entropy"))
     outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
+    names = re.findall(r"Tensor (\w+)", operands)
     for operator_schema, kernel in (
-        (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
-        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
+        (f"{name}({schema}) -> Tensor", _kernel_of(function, names, False)),
+        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, names, True)),
     )[:variants]:
         registered = operators.library.define(operator_schema)
         # Without this vmap would loop over the batch, one call per slice, with only a warning.

@@ -506,6 +506,10 @@ static void test_refusals(void) {
   s.problem.rows = 24;
   expect_refusal(&s, "rows: expected 0 to 23");
   s = base;
+  s.problem.tokens = s.problem.rows = INT64_C(1) << 40;
+  s.problem.hidden = INT64_C(1) << 20;
+  expect_refusal(&s, "tokens, hidden: expected a product of at most 2^54, got 1099511627776 and");
+  s = base;
   s.problem.weight_rows = 66;
   expect_refusal(&s, "valid_vocab: expected at most 66, got 67");
   s = base;
