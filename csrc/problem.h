@@ -173,6 +173,9 @@ typedef enum flce_divergence {
   FLCE_REVERSE_KL,
   FLCE_JSD
 } flce_divergence;
+/* FLCE_INVALID_ARGUMENT for what is none. Each switch over them has no default: the compiler says
+ * which ones lack the next. */
+flce_status flce_check_divergence(flce_divergence kind);
 
 /* A bound of a row's gradient by l, for row factors of 1, from which float16's loss scale follows.
  * p log(p / q) of the reverse KL has none: where it exceeds this one by four times, float16

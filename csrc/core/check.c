@@ -232,6 +232,7 @@ static flce_status check_absent_options(const flce_problem* problem) {
 static flce_status check_teacher(const flce_problem* problem) {
   double beta = problem->beta, hard = problem->hard_weight;
   if (!problem->teacher) return FLCE_OK;
+  FLCE_TRY(flce_check_divergence(problem->divergence));
   FLCE_TRY(check_absent_options(problem));
   EXPECT(beta > 0.0 && beta < 1.0, "beta: expected 0 < beta < 1, got %g", beta);
   EXPECT(hard >= 0.0 && hard <= 1.0, "hard_weight: expected 0 <= hard_weight <= 1, got %g", hard);

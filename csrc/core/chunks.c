@@ -152,7 +152,7 @@ flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* fac
                               int64_t* chunks) {
   *chunk_rows = *chunks = 0;
   if (problem->rows == 0) return FLCE_OK;
-  int64_t fit;
+  int64_t fit = 0;
   FLCE_TRY(fitting_rows(problem, loop, &fit));
   int64_t tile = tile_of(loop, fit);
   int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);

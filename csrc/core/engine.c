@@ -331,7 +331,7 @@ static flce_status forward_gradients(const execution* e, const chunk* c) {
     FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
   if (e->plan->compares) {
     FLCE_TRY(compare_rows(e, c, true));
-    if (e->plan->draws) return e->problem->vocab > 0 ? flce_sample_chunk(e, c) : FLCE_OK;
+    if (e->plan->draws) return flce_sample_chunk(e, c);
   } else if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
