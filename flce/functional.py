@@ -240,7 +240,8 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     >>> torch.testing.assert_close(loss, eager)
     """
     if isinstance(target, tuple) and len(target) == 2:
-        return _of_sparse_target(input, linear_weight, *target, options)
+        target = [validate.local_replica("target", one) for one in target]
+        return _of_sparse_target(input, linear_weight, *target, with_local_factors(options))
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
 
@@ -263,6 +264,12 @@ def _logprobs_of_classes(made, at):
     own, lse = made.class_logits.gather(-1, at), made.lse.unsqueeze(-1)
     near = made.class_logits - own - made.loss.unsqueeze(-1)
     return torch.where(own.isinf(), made.class_logits - lse, near)
+
+
+def with_local_factors(options):
+    """`options` with the local parts of what is applied to losses of rows that are local."""
+    names = [name for name in ("token_weight", "num_items") if name in options]
+    return options | {name: validate.local_replica(name, options[name]) for name in names}
 
 
 _NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
@@ -366,6 +373,7 @@ def linear_logprobs_at(input, linear_weight, ids, **options):
     tensor([[0.0625, 0.0625, 1.0000]])
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
+    ids = validate.local_replica("ids", ids)
     return logprobs_at_of(input, linear_weight, ids, options)
 
 

@@ -65,6 +65,16 @@ def is_dtensor(value):
     return type(value).__name__ == "DTensor"
 
 
+def local_replica(name, value):
+    """The value, or the local part of a DTensor, which has to be the same on all ranks."""
+    if not is_dtensor(value):
+        return value
+    if not all(placement.is_replicate() for placement in value.placements):
+        expected = "a plain tensor, or a DTensor with the placement Replicate()"
+        refuse(name, expected, f"a DTensor with {value.placements}")
+    return value.to_local()
+
+
 def check_shape(name, tensor, shape, meaning=""):
     """`meaning`: what the shape is, appended to it in the message."""
     if tensor.shape != shape:

@@ -4,7 +4,7 @@ import torch
 
 from .. import functional
 from .. import options as table
-from ..validate import check_number, check_tensor, refuse
+from ..validate import check_number, check_tensor, local_replica, refuse
 from .sparse import sparse_divergence
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # from 1 on, those of flce_divergence
@@ -86,8 +86,9 @@ def linear_divergence(
             refuse("teacher_logits", expected, "one of them")
         if len(teacher_logits) != 2:
             refuse("teacher_logits", "(ids, log-probabilities)", f"{len(teacher_logits)} of them")
-        how = divergence, beta, tail, options
-        return sparse_divergence(input, linear_weight, *teacher_logits, *how)
+        known = [local_replica("teacher_logits", one) for one in teacher_logits]
+        how = divergence, beta, tail, functional.with_local_factors(options)
+        return sparse_divergence(input, linear_weight, *known, *how)
     if hard_weight and target is None:
         refuse("target", "classes with hard_weight", None)
     if target is None:
