@@ -6,6 +6,7 @@ formula, as autograd records the operators that they call.
 
 import math
 import re
+import typing
 
 import torch
 from torch.compiler import is_compiling
@@ -15,8 +16,22 @@ from .accumulate import Accumulator
 from .options import DTYPES, NUMBERS, OF_DIVERGENCE, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
-# Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
-before_sharded_call = None
+
+class ShardedCall(typing.NamedTuple):
+    """What ranks that divide the vocabulary may compare before a call.
+
+    op, arguments: the operator and its arguments, without a seed. given: the options of the call,
+    by name. asked: the arguments of the function that the caller called, by name, where that is
+    composed of this call, else None.
+    """
+
+    op: object
+    arguments: tuple
+    given: dict
+    asked: dict | None
+
+
+before_sharded_call = None  # set by flce.distributed: takes a ShardedCall
 _matmul = torch.backends.cuda.matmul
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _VECTORS = ("weight", "token_weight", "temperature")
@@ -183,10 +198,10 @@ def check_options(given, rows):
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
 
 
-def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
+def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None, asked=None):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
     none is. `given`: the options that the caller gave, by name; a missing one has its default.
-    `teacher`: of a divergence from it (linear_divergence_of)."""
+    `teacher`: of a divergence from it (linear_divergence_of). `asked`: of ShardedCall."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -219,7 +234,12 @@ def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None):
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
-        before_sharded_call(operands, lists, traced)
+        forward, others = operators.inner.forward.default, (*vectors, num_items, None, classes)
+        if teacher:
+            forward = operators.inner.divergence.default
+            others = *vectors[1:], num_items, None, *teacher
+        arguments = input, weight, target, bias, *others, *lists
+        before_sharded_call(ShardedCall(forward, arguments, given, asked))
     if teacher:
         vectors = *vectors[1:], num_items, _seed(packed, tensors, input)
         joins = {"count": 1, "accumulator": accumulator} if any(needs) else {}

@@ -28,9 +28,10 @@ _KERNELS = {
 }
 
 
-def _call(name, known, operands, options):
+def _call(name, known, operands, options, asked=None):
     """The loss, or the loss with the wanted outputs: directly, or through the composite operator
-    if the call is traced or transformed. `known`: the options that the function has."""
+    if the call is traced or transformed. `known`: the options that the function has; `asked`: of
+    composite.ShardedCall."""
     if not known.keys() >= options.keys():
         table.check_names(name, known, options)
     kinds = (*map(type, operands), *map(type, options.values()))
@@ -44,16 +45,17 @@ def _call(name, known, operands, options):
         options = with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
     accumulates = options.get("accumulate_into") is not None and gets_gradient
+    of_call = {} if asked is None else {"asked": asked}
     if accumulates:
         accumulate.refuse_tracing()
     try:
         if accumulates:
             # torch.compile would trace it after the graph break at refuse_tracing.
-            made = validate.untraced(_KERNELS[name])(*operands, options)
+            made = validate.untraced(_KERNELS[name])(*operands, options, **of_call)
         elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
             made = _through_operator(name, operands, options)
         else:
-            made = _KERNELS[name](*operands, options)
+            made = _KERNELS[name](*operands, options, **of_call)
     except AttributeError:
         _check_tensors(name, operands, options)
         raise
@@ -279,6 +281,7 @@ _NOT_OF_SPARSE += ("return_accuracy", "return_z_loss")
 def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     """linear_cross_entropy with probabilities of K classes of each row."""
     options = table.completed("linear_cross_entropy", _ALL, options)
+    asked = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
     for name in _NOT_OF_SPARSE:
         given = options.pop(name)
         if isinstance(given, torch.Tensor) or given != _ALL[name]:
@@ -293,7 +296,7 @@ def _of_sparse_target(input, linear_weight, ids, probabilities, options):
     own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
     reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
-    made = linear_cross_entropy(input, linear_weight, target, **options)
+    made = _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
     gaps = -_logprobs_of_classes(made, at).masked_fill(absent | (probabilities == 0), 0.0)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
     rows = rows if factor is None else rows * factor.to(rows.dtype)
@@ -377,11 +380,13 @@ def linear_logprobs_at(input, linear_weight, ids, **options):
     return logprobs_at_of(input, linear_weight, ids, options)
 
 
-def logprobs_at_of(input, linear_weight, ids, options):
-    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
+def logprobs_at_of(input, linear_weight, ids, options, asked=None):
+    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `asked`:
+    of composite.ShardedCall, where another function calls it."""
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
-    made = linear_cross_entropy(input, linear_weight, target, **options)
+    asked = asked or {"call": "linear_logprobs_at", "ids": ids}
+    made = _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
     return _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
 
 

@@ -7,8 +7,6 @@ from .. import options as table
 from ..validate import check_number, check_tensor, local_replica, refuse
 from .sparse import sparse_divergence
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # from 1 on, those of flce_divergence
-
 
 def linear_divergence(
     input,
@@ -75,8 +73,8 @@ def linear_divergence(
     ):
         expected = "teacher_input and teacher_weight, or teacher_logits"
         refuse("teacher_input", expected, "another combination of the three", TypeError)
-    if divergence not in DIVERGENCES:
-        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+    if divergence not in table.DIVERGENCES:
+        refuse("divergence", f"one of {table.DIVERGENCES}", repr(divergence))
     if isinstance(teacher_logits, tuple):
         others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
         if teacher_logit_scale != 1.0 or any(other is not None for other in others):
@@ -111,7 +109,7 @@ def linear_divergence(
     numbers = {"beta": beta, "hard_weight": hard_weight, "teacher_softcap": cap}
     numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
     numbers = [check_number(name, value) for name, value in numbers.items()]
-    numbers = [1.0 + DIVERGENCES.index(divergence), *numbers]
+    numbers = [1.0 + table.DIVERGENCES.index(divergence), *numbers]
     given = teacher_input if teacher_logits is None else teacher_logits
     operands = input, linear_weight, target, given, teacher_weight, teacher_bias, of_rows, numbers
     return functional.divergence_of(*operands, **options)

@@ -49,6 +49,7 @@ def _check(input, ids, logprobs, factor):
 
 def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tail, options):
     """The loss as linear_divergence returns it; `options`: the student's."""
+    asked = {"call": "linear_divergence of K classes", **locals(), **options}
     options = dict(options)
     if tail not in TAILS:
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
@@ -63,7 +64,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     if (gradient := options.get("gradient", "exact")) != "exact":
         validate.refuse("gradient", '"exact" with (ids, log-probabilities)', repr(gradient))
     _check(input, ids, logprobs, factor)
-    made = functional.logprobs_at_of(input, linear_weight, ids, options)
+    made = functional.logprobs_at_of(input, linear_weight, ids, options, asked)
     absent = ids == ignore_index_of(options.get("ignore_index", -100))
     none = absent | (made.isneginf() & logprobs.isneginf())  # no gradient of logaddexp(-inf, -inf)
     pair = (one.to(made.dtype).masked_fill(none, _NOTHING) for one in (made, logprobs))
