@@ -27,9 +27,9 @@ enum flce_stat_row {
 enum flce_scalar {
   FLCE_SCALAR_VALID, /* number of rows that are not ignored */
   /* FLCE_MEAN with num_items: 1 / num_items. FLCE_MEAN without: 1 / sum of the targets' class
-   * weights over valid rows (without class weights: over their number). 0 if num_items or the
-   * number of valid rows is 0. Other reductions: 1. NaN if more rows are valid than problem->rows.
-   */
+   * weights over valid rows (without class weights: over their number). 0 if the number of valid
+   * rows and, where it is given, num_items is 0. Other reductions: 1. NaN if more rows are valid
+   * than problem->rows, and for num_items 0 with valid rows, which the CPU refuses. */
   FLCE_SCALAR_INV_DENOM,
   FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights over the vocabulary; V without class weights */
   /* u: INV_DENOM times the power of two with u * (bound of |dz|) in (2^13, 2^14]. float16 gradients

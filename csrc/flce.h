@@ -247,6 +247,9 @@ flce_status flce_check_loss(const flce_problem* problem);
 flce_status flce_check_targets(const int64_t* target, int64_t tokens, int64_t classes,
                                int64_t ignore_index, int64_t* valid);
 
+/* FLCE_INVALID_ARGUMENT for `items` 0 with valid rows: their mean would be none. */
+flce_status flce_check_items(double items, int64_t valid);
+
 /* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
  * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order
  * of its rows) is decided for a rank with an equal share of the classes. No allocation. */

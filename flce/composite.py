@@ -77,7 +77,8 @@ def _rows(packed, target):
         if is_traced():
             got = '"count", which waits for the device'
             validate.refuse("valid_bound", "an int or None under torch.compile", got)
-        bound = int((target != packed.ignore_index).sum())  # synchronises with the device
+        # Synchronises with the device.
+        bound = int((~validate.is_equal(target, packed.ignore_index)).sum())
     # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
     least = 0 if target.is_cpu else 1
     return max(bound, least) if bound < target.numel() else None
@@ -157,7 +158,9 @@ def _outputs(packed, made, target, tensors, num_items, bound):
     if not packed.outputs and z is None:
         return made[:1]
     outputs, shape = [loss] + [None] * len(OUTPUTS), fakes.rows_shape(target)
-    ignored = None if target.is_floating_point() else target == packed.ignore_index
+    ignored = None
+    if not target.is_floating_point():
+        ignored = validate.is_equal(target, packed.ignore_index)
     if wanted.lse:
         outputs[1] = stats[operators.STAT_LSE].reshape(shape)
     if wanted.entropy:
@@ -177,9 +180,11 @@ def _outputs(packed, made, target, tensors, num_items, bound):
         if "token_weight" in tensors:
             rows = rows * tensors["token_weight"].to(rows.dtype)
             rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
-        count = sums[operators.SCALAR_VALID] if num_items is None else num_items.to(rows.dtype)
-        if packed.reduction == "mean":
-            rows = (rows.sum() / count).masked_fill(count == 0, 0.0)
+        valid = sums[operators.SCALAR_VALID]
+        count = valid if num_items is None else num_items.to(rows.dtype)
+        if packed.reduction == "mean":  # the sum of no valid rows is 0, also where the count is
+            rows = (rows.sum() / count).masked_fill((count == 0) & (valid == 0), 0.0)
+            rows = rows.masked_fill((count == 0) & (valid > 0), math.nan)
         outputs[5] = rows.sum() if packed.reduction == "sum" else rows
     if z is not None:
         cut = reference.ignored(target, packed.ignore_index)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
 from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, code_of, replaced, value_of
-from .validate import check_same_device, check_shape, refuse, refuse_vmap
+from .validate import check_same_device, check_shape, is_equal, refuse, refuse_vmap
 
 # What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
 # few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
@@ -247,7 +247,7 @@ def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
     classes = entries or min(valid_vocab or len(linear_weight), len(linear_weight))
     rows = _kept_rows(target, rows)
     if target.is_cpu and not target.is_floating_point() and not is_fake(target):
-        rows = int((target != value_of(integers, "ignore_index")).sum())
+        rows = int((~is_equal(target, value_of(integers, "ignore_index"))).sum())
     return 2 * gemms * rows * input.shape[-1] * classes
 
 

@@ -182,7 +182,8 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         token_weight: a factor for each row's loss, z-loss included, shape (...), any real dtype;
             it does not change the mean's denominator. It must not require grad.
         num_items: a number or 0-d tensor, which may be on the device: replaces the mean's
-            denominator. 0 gives the loss 0. Only for "mean".
+            denominator. 0 is for no valid rows, of which the loss is 0: with valid rows a
+            ValueError on the CPU, NaN on CUDA. Only for "mean".
         shift: the target of a position is that of `shift` positions further along the last
             dimension of (...); the last ones are ignored. Nothing else is shifted. Requires an
             input of at least 3 dimensions, or `cu_seqlens`.
@@ -254,7 +255,7 @@ def _target_of(ids, ignore_index, chances=None):
     if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
         got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
         validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
-    absent = ids == table.ignore_index_of(ignore_index)
+    absent = validate.is_equal(ids, table.ignore_index_of(ignore_index))
     chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
     at = chances.argmax(dim=-1, keepdim=True)
     return ids.gather(-1, at).squeeze(-1), at, absent
@@ -311,8 +312,14 @@ def reduced(rows, ignored, reduction, items, input):
     if items is not None:
         items = validate.num_items_tensor(items, reduction, input)
     if reduction == "mean":
-        count = (~ignored).sum().to(loss.dtype) if items is None else items
-        loss = loss * torch.where(count == 0, 0.0, 1.0 / count)
+        valid = (~ignored).sum().to(loss.dtype)
+        count = valid if items is None else items
+        has_value = type(items) is torch.Tensor and items.is_cpu and not composite.is_traced()
+        if has_value:
+            validate.check_items(items, valid)
+        # As the operators: 0 of no valid rows, NaN where they are divided by 0 items.
+        of_none = torch.where(valid == 0, 0.0, math.nan)
+        loss = loss * torch.where(count == 0, of_none, 1.0 / count)
     return loss
 
 

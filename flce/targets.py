@@ -57,7 +57,7 @@ def _count(target, shift, cu_seqlens, ignore_index):
         validate.refuse("targets", expected, target.dtype, TypeError)
     if shift != 0 or cu_seqlens is not None:
         target = shifted_target(target, shift, cu_seqlens, ignore_index)
-    return (target != ignore_index).sum()
+    return (~validate.is_equal(target, ignore_index)).sum()
 
 
 def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None, ignore_index=-100):

@@ -75,6 +75,15 @@ def local_replica(name, value):
     return value.to_local()
 
 
+def is_equal(indices, number):
+    """indices == number, for integers of 64 bits: torch compares in the dtype of `indices`, where a
+    number beyond it would stand for another."""
+    range_of = torch.iinfo(indices.dtype)
+    if range_of.min <= number <= range_of.max:
+        return indices == number
+    return torch.zeros_like(indices, dtype=torch.bool)
+
+
 def check_shape(name, tensor, shape, meaning=""):
     """`meaning`: what the shape is, appended to it in the message."""
     if tensor.shape != shape:
@@ -128,6 +137,13 @@ def num_items_tensor(num_items, reduction, first):
     if not 0.0 <= value <= torch.finfo(dtype).max:
         refuse("num_items", "a finite number of at least 0", value)
     return torch.full((), value, dtype=dtype, device=first.device)
+
+
+def check_items(items, valid):
+    """As flce_check_items of csrc/core/check.c. `items`, `valid`: CPU tensors of one number."""
+    if items == 0 and valid > 0:
+        expected = f"a number other than 0 for {int(valid)} rows that are not ignored"
+        refuse("num_items", expected, 0)
 
 
 def refuse_vmap(*args, **kwargs):

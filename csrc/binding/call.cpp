@@ -192,21 +192,37 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
   if (counts) call->saved_rows = problem->rows;
 }
 
-/* With FLCE_CHECK=1: makes the checks of CPU targets and classes on other devices too, from a copy
- * on the host. Synchronises. */
+/* Checks num_items, where the call divides by it, against the rows that are not ignored. `items`:
+ * in host memory and in the stat dtype, or NULL. */
+void check_items(const void* items, int64_t valid, const flce_problem& problem) {
+  if (!items || problem.reduction != FLCE_MEAN) return;
+  bool wide = flce_stat_dtype(problem.dtype) == FLCE_F64;
+  check(flce_check_items(
+      wide ? *static_cast<const double*>(items) : *static_cast<const float*>(items), valid));
+}
+
+/* With FLCE_CHECK=1: makes the checks of CPU targets, classes and num_items on other devices too,
+ * from copies on the host. Synchronises. */
 void check_values(const LossTensors& given, const Call& call) {
   const char* check = std::getenv("FLCE_CHECK");
   const flce_problem& problem = call.problem;
-  if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call) || problem.has_probabilities)
-    return;
+  if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call)) return;
   const DeviceId cpu = {aoti_torch_device_type_cpu(), -1};
-  const ScalarType type = ScalarType::Long;
+  const ScalarType type = ScalarType::Long, stat = to_scalar_type(flce_stat_dtype(problem.dtype));
+  OptionalTensor items;
+  if (given.num_items) items = copied("num_items", *given.num_items, stat, cpu);
+  const void* number = items ? items->const_data_ptr() : nullptr;
+  if (problem.has_probabilities) {
+    check_items(number, problem.tokens, problem);
+    return;
+  }
   if (given.classes) {
     Tensor classes = copied("classes", *given.classes, type, cpu);
     check_classes(static_cast<const int64_t*>(classes.const_data_ptr()), problem);
   }
   Tensor copy = copied("target", given.target, type, cpu);
-  valid_rows(static_cast<const int64_t*>(copy.const_data_ptr()), problem);
+  int64_t valid = valid_rows(static_cast<const int64_t*>(copy.const_data_ptr()), problem);
+  check_items(number, valid, problem);
 }
 
 /* Whether a teacher of so many classes has those of all ranks, of which this one reads its own. */
@@ -361,6 +377,7 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
+  if (is_cpu(call)) check_items(call.tensors.num_items, problem->rows, *problem);
   check_values(loss, call);
   return call;
 }
@@ -412,7 +429,10 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
   problem->dtype = to_dtype(type_of(logits), "logits");
   call.tensors.input = call.pointer("logits", logits);
   bind_loss(loss, problem->vocab, "logits", &call);
-  if (is_cpu(call) && !problem->has_probabilities) valid_rows(call.tensors.target, *problem);
+  int64_t valid = problem->tokens;
+  if (is_cpu(call) && !problem->has_probabilities)
+    valid = valid_rows(call.tensors.target, *problem);
+  if (is_cpu(call)) check_items(call.tensors.num_items, valid, *problem);
   check_values(loss, call);
   return call;
 }

@@ -298,3 +298,10 @@ flce_status flce_check_targets(const int64_t* target, int64_t tokens, int64_t cl
   if (valid) *valid = count;
   return FLCE_OK;
 }
+
+flce_status flce_check_items(double items, int64_t valid) {
+  EXPECT(items != 0.0 || valid == 0,
+         "num_items: expected a number other than 0 for %lld rows that are not ignored, got 0",
+         (long long)valid);
+  return FLCE_OK;
+}

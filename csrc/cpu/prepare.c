@@ -78,6 +78,7 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   double inverse = 1.0, z_factor = 1.0;
   if (problem->reduction == FLCE_MEAN && tensors->num_items) {
     double items = flce_load(tensors->num_items, stat, 0);
+    FLCE_TRY(flce_check_items(items, sums.valid));
     inverse = items == 0.0 ? 0.0 : 1.0 / items;
   } else if (problem->reduction == FLCE_MEAN) {
     inverse = sums.valid == 0 ? 0.0 : 1.0 / sums.target_weight;

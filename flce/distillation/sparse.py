@@ -65,7 +65,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
         validate.refuse("gradient", '"exact" with (ids, log-probabilities)', repr(gradient))
     _check(input, ids, logprobs, factor)
     made = functional.logprobs_at_of(input, linear_weight, ids, options, asked)
-    absent = ids == ignore_index_of(options.get("ignore_index", -100))
+    absent = validate.is_equal(ids, ignore_index_of(options.get("ignore_index", -100)))
     none = absent | (made.isneginf() & logprobs.isneginf())  # no gradient of logaddexp(-inf, -inf)
     pair = (one.to(made.dtype).masked_fill(none, _NOTHING) for one in (made, logprobs))
     is_wide = made.dtype == logprobs.dtype == torch.float64

@@ -180,7 +180,8 @@ def _rows_of(arguments):
     *_, rows, integers, _, _ = arguments
     if rows != composite.COUNTED:
         return rows
-    return int((arguments[2] != value_of(integers, "ignore_index")).sum())
+    ignored = validate.is_equal(arguments[2], value_of(integers, "ignore_index"))
+    return int((~ignored).sum())
 
 
 def _common(call):
