@@ -30,9 +30,9 @@ enum flce_stat_row {
 enum flce_scalar {
   FLCE_SCALAR_VALID, /* number of rows that are not ignored */
   /* FLCE_MEAN with num_items: 1 / num_items. FLCE_MEAN without: 1 / sum of the targets' class
-   * weights over valid rows (without class weights: over their number). 0 if num_items or the
-   * number of valid rows is 0. Other reductions: 1. NaN if more rows are valid than problem->rows.
-   */
+   * weights over valid rows (without class weights: over their number). 0 if the number of valid
+   * rows and, where it is given, num_items is 0. Other reductions: 1. NaN if more rows are valid
+   * than problem->rows, and for num_items 0 with valid rows, which the CPU refuses. */
   FLCE_SCALAR_INV_DENOM,
   FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights over the vocabulary; V without class weights */
   /* u: INV_DENOM times the power of two with u * (bound of |dz|) in (2^13, 2^14]. float16 gradients
@@ -228,6 +228,7 @@ typedef struct flce_divergence_args {
   void* partial;
   bool sums;   /* computes the sums over these classes */
   bool writes; /* writes loss and out from the sums, or from `partial` without `sums` */
+  /* Without `sums` and `out` no z is read: a rank without a class has none. */
   /* Then replaces the student's INV_SUM by 1 / an upper bound of the row's sum of |dz_j|, or by 0
    * for a bound of 0: sample_rows reads it as 1 / S. */
   bool stores_bound;

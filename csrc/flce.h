@@ -250,6 +250,14 @@ flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t voca
 /* FLCE_INVALID_ARGUMENT if a parameter of the loss is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_problem* problem);
 
+/* *valid, unless `valid` is NULL, = the number of the problem's targets, in host memory, that are
+ * not ignored. FLCE_TARGET_OUT_OF_RANGE if one of these is none of `classes`. */
+flce_status flce_check_targets(const flce_problem* problem, const int64_t* target, int64_t classes,
+                               int64_t* valid);
+
+/* FLCE_INVALID_ARGUMENT for `items` 0 with valid rows: their mean would be none. */
+flce_status flce_check_items(double items, int64_t valid);
+
 /* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
  * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order
  * of its rows) is decided for a rank with an equal share of the classes. No allocation. */

@@ -173,6 +173,9 @@ typedef enum flce_divergence {
   FLCE_REVERSE_KL,
   FLCE_JSD
 } flce_divergence;
+/* FLCE_INVALID_ARGUMENT for what is none. Each switch over them has no default: the compiler says
+ * which ones lack the next. */
+flce_status flce_check_divergence(flce_divergence kind);
 
 /* A bound of a row's gradient by l, for row factors of 1, from which float16's loss scale follows.
  * p log(p / q) of the reverse KL has none: where it exceeds this one by four times, float16
@@ -270,7 +273,10 @@ typedef struct flce_problem {
   /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
    * NULL in that problem itself. */
   const struct flce_problem* teacher;
-  bool gives_logits;     /* a teacher's: input is z itself, [tokens][weight_rows] */
+  /* Of a teacher whose logits are given: input is z itself, [tokens][hidden], which has those of
+   * this rank's classes from column first_logit on. */
+  bool gives_logits;
+  int64_t first_logit;
   int64_t teacher_bytes; /* set by flce_plan_call: of the teacher's workspace */
   int64_t max_memory;    /* bytes: upper bound of the logits buffer, whole or of a chunk */
   /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
@@ -288,8 +294,9 @@ enum { FLCE_MOST_TOPK = 1024 };
  * and the caller chooses among them by the exact logits: a class that more than topk / 8 + 8 others
  * equal in rounded value may be left out. */
 #define FLCE_CANDIDATES(topk) ((topk) + (topk) / 8 + 8)
+/* 0 for a topk that flce_check_problem refuses, too. */
 static inline int64_t flce_candidates(int64_t topk) {
-  return topk > 0 ? FLCE_CANDIDATES(topk) : 0;
+  return topk > 0 && topk <= FLCE_MOST_TOPK ? FLCE_CANDIDATES(topk) : 0;
 }
 
 /* The id that is none in a row's classes: topk's are -1, the caller's ignore_index. */

@@ -7,6 +7,7 @@ of the Function is hidden.
 """
 
 import functools
+import math
 
 import torch
 
@@ -140,6 +141,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats, grad_classes):
         wanted, save, saved = _wanted_gradients(ctx), ctx.save, ctx.saved_tensors
+        if save == "samples" and grad_classes is not None and value_of(ctx.lists[2], "traced"):
+            # A compiled backward gets zeros for an output without a gradient. The samples give no
+            # other gradient of these logits, and no value can be seen here: NaN.
+            grad_output = grad_output.masked_fill((grad_classes != 0).any(), math.nan)
+            grad_classes = None
         if save == "grads":
             if grad_stats is None and grad_classes is None:
                 return _scale_saved(ctx, saved[:4], grad_output, wanted)

@@ -24,7 +24,7 @@ def _target_of(ids, ignore_index, chances=None):
     """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
     or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
     check_ids("ids", ids)
-    absent = ids == ignore_index_of(ignore_index)
+    absent = validate.is_equal(ids, ignore_index_of(ignore_index))
     chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
     at = chances.argmax(dim=-1, keepdim=True)
     return ids.gather(-1, at).squeeze(-1), at, absent
@@ -50,13 +50,15 @@ def _logprobs_of_classes(made, at):
     return torch.where(own.isinf(), from_lse, finite)
 
 
-def logprobs_at(call, input, linear_weight, ids, options, tail=False):
-    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy."""
+def logprobs_at(call, input, linear_weight, ids, options, tail=False, asked=None):
+    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `asked`:
+    of composite.ShardedCall, where another function than that calls it."""
     validate.check_flag("tail", tail)
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
     options["return_tail_lse"] = tail
-    made = call(input, linear_weight, target, **options)
+    asked = asked or {"call": "linear_logprobs_at", "ids": ids, "tail": tail}
+    made = call(input, linear_weight, target, asked=asked, **options)
     logprobs = _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
     if not tail:
         return logprobs
@@ -70,6 +72,7 @@ _NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
 def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     """linear_cross_entropy with probabilities of K classes of each row; `call`: that function,
     `options`: all of its."""
+    asked = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
     for name in _NOT_OF_SPARSE:
         given = options.pop(name)
         if isinstance(given, torch.Tensor) or given != _DEFAULTS[name]:
@@ -85,7 +88,7 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     own = RowLosses.of_options(options, input, ids.shape[:-1])
     z_loss, return_lse = options.pop("z_loss"), options.pop("return_lse")
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
-    made = call(input, linear_weight, target, **options)
+    made = call(input, linear_weight, target, asked=asked, **options)
     probabilities = probabilities.masked_fill(absent, 0.0)
     gaps = -_logprobs_of_classes(made, at).masked_fill(probabilities == 0, 0.0)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
@@ -128,5 +131,8 @@ class RowLosses(typing.NamedTuple):
         rows = rows.masked_fill(ignored, 0.0)
         if self.reduction != "mean":
             return rows if self.reduction == "none" else rows.sum()
-        count = (~ignored).sum().to(rows.dtype) if self.num_items is None else self.num_items
-        return rows.sum() * torch.where(count == 0, 0.0, 1.0 / count)
+        valid = (~ignored).sum().to(rows.dtype)
+        items = self.num_items
+        if type(items) is torch.Tensor and items.is_cpu and not composite.is_traced():
+            validate.check_items(items, valid)
+        return composite.mean_of(rows.sum(), valid, items)

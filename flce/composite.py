@@ -5,6 +5,8 @@ formula, as autograd records the operators that they call.
 """
 
 import math
+import re
+import typing
 
 import torch
 from torch.compiler import is_compiling
@@ -14,8 +16,22 @@ from .accumulate import Accumulator
 from .options import DTYPES, NUMBERS, OF_DIVERGENCE, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
 
-# Set by flce.distributed: what ranks that divide the vocabulary compare before a call.
-before_sharded_call = None
+
+class ShardedCall(typing.NamedTuple):
+    """What ranks that divide the vocabulary may compare before a call.
+
+    op, arguments: the operator and its arguments, without a seed. given: the options of the call,
+    by name. asked: the arguments of the function that the caller called, by name, where that is
+    composed of this call, else None.
+    """
+
+    op: object
+    arguments: tuple
+    given: dict
+    asked: dict | None
+
+
+before_sharded_call = None  # set by flce.distributed: takes a ShardedCall
 _matmul = torch.backends.cuda.matmul
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _VECTORS = ("weight", "token_weight", "temperature")
@@ -61,7 +77,8 @@ def _rows(packed, target):
         if is_traced():
             got = '"count", which waits for the device'
             validate.refuse("valid_bound", "an int or None under torch.compile", got)
-        bound = int((target != packed.ignore_index).sum())  # synchronises with the device
+        # Synchronises with the device.
+        bound = int((~validate.is_equal(target, packed.ignore_index)).sum())
     # With a bound of 0 one row is still computed: its result becomes NaN if it is not ignored.
     least = 0 if target.is_cpu else 1
     return max(bound, least) if bound < target.numel() else None
@@ -175,15 +192,23 @@ def _accuracy(target, ignored, predictions, valid, bound):
     return accuracy.masked_fill(valid > bound, math.nan)
 
 
-def _z_loss(packed, lse, token_weight, ignored, count):
-    """The z-loss's part of the loss. lse: of each row, (...); `count`: the divisor of "mean"."""
+def _z_loss(packed, lse, token_weight, ignored, valid, num_items):
+    """The z-loss's part of the loss. lse: of each row, (...); `valid`: the number of valid rows."""
     rows = packed.z_loss * lse.detach().square()
     if token_weight is not None:
         rows = rows * token_weight.to(rows.dtype)
         rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
     if packed.reduction == "mean":
-        return (rows.sum() / count).masked_fill(count == 0, 0.0)
+        return mean_of(rows.sum(), valid, num_items)
     return rows.sum() if packed.reduction == "sum" else rows
+
+
+def mean_of(total, valid, num_items):
+    """`total` over num_items, or the `valid` rows where that is None: 0 of no valid rows, NaN where
+    there are some and 0 items, as in the operators."""
+    count = valid if num_items is None else num_items.to(total.dtype)
+    of_none = torch.where(valid == 0, 0.0, math.nan)
+    return total * torch.where(count == 0, of_none, 1.0 / count)
 
 
 def _outputs(packed, made, target, tensors, num_items, bound):
@@ -196,7 +221,9 @@ def _outputs(packed, made, target, tensors, num_items, bound):
     if not packed.outputs and z is None:
         return made[:1]
     shape, outputs = fakes.rows_shape(target), dict.fromkeys(OUTPUTS)
-    ignored = None if target.is_floating_point() else target == packed.ignore_index
+    ignored = None
+    if not target.is_floating_point():
+        ignored = validate.is_equal(target, packed.ignore_index)
     valid = None if sums is None else sums[operators.SCALAR_VALID]
     lse = stats[operators.STAT_LSE].reshape(shape) if wanted.lse or wanted.z_loss else None
     if wanted.lse:
@@ -209,8 +236,9 @@ def _outputs(packed, made, target, tensors, num_items, bound):
     if wanted.predictions:
         outputs["predictions"] = predictions
     if wanted.z_loss:
-        count = valid if num_items is None else num_items.to(lse.dtype)
-        outputs["z_loss"] = _z_loss(packed, lse, tensors.get("token_weight"), ignored, count)
+        outputs["z_loss"] = _z_loss(
+            packed, lse, tensors.get("token_weight"), ignored, valid, num_items
+        )
     if wanted.tail_lse:
         outputs["tail_lse"] = stats[operators.STAT_TAIL_LSE].reshape(shape)
     if z is not None:
@@ -232,11 +260,13 @@ def check_options(given, rows, **sizes):
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
-def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None, first_token=0):
+def linear_cross_entropy_of(
+    input, linear_weight, target, given, teacher=None, *, first_token=0, asked=None
+):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
     none is. `given`: the options that the caller gave, by name; a missing one has its default.
     `teacher`: of a divergence from it (linear_divergence_of). `first_token`: the number of the
-    first row, where these are a part of the caller's."""
+    first row, where these are a part of the caller's. `asked`: of ShardedCall."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -271,7 +301,12 @@ def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None, f
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:
-        before_sharded_call(operands, lists, traced)
+        forward, others = operators.inner.forward.default, (*vectors, num_items, None, classes)
+        if teacher:
+            forward = operators.inner.divergence.default
+            others = *vectors[1:], num_items, None, *teacher
+        arguments = input, weight, target, bias, *others, *lists
+        before_sharded_call(ShardedCall(forward, arguments, given, asked))
     if teacher:
         vectors = *vectors[1:], num_items, _seed(packed, tensors, input)
         joins = {"count": 1, "accumulator": accumulator} if any(needs) else {}
@@ -322,10 +357,13 @@ def cross_entropy_of(logits, target, given):
     return _outputs(packed, made, target, tensors, num_items, None)
 
 
-def _kernel_of(function, gives_outputs):
-    """`function` as the operator's kernel; an unwanted output is an empty tensor, not None."""
+def _kernel_of(function, names, gives_outputs):
+    """`function` as the operator's kernel; an unwanted output is an empty tensor, not None.
+    `names`: of the first operands, which must be tensors; torch passes None on."""
 
     def kernel(*tensors, token_temperature=None, detach_entropy=False, **given):
+        for name, tensor in zip(names, tensors, strict=False):
+            validate.check_tensor(name, tensor)
         if token_temperature is not None:
             given["temperature"] = token_temperature
         if detach_entropy:
@@ -346,9 +384,10 @@ def _register(name, function, operands, options, variants=2):
     schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
     returns = ", ".join(f"bool {option}=False" for option in (*RETURNS, "detach_entropy"))
     outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
+    names = re.findall(r"Tensor (\w+)", operands)
     for operator_schema, kernel in (
-        (f"{name}({schema}) -> Tensor", _kernel_of(function, False)),
-        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, True)),
+        (f"{name}({schema}) -> Tensor", _kernel_of(function, names, False)),
+        (f"{name}_outputs({schema}, {returns}) -> ({outputs})", _kernel_of(function, names, True)),
     )[:variants]:
         registered = operators.library.define(operator_schema)
         # Without this vmap would loop over the batch, one call per slice, with only a warning.

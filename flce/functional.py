@@ -27,9 +27,10 @@ _KERNELS = {
 }
 
 
-def _call(name, known, operands, options):
+def _call(name, known, operands, options, asked=None):
     """The loss, or the loss with the wanted outputs: directly, or through the composite operator
-    if the call is traced or transformed. `known`: the options that the function has."""
+    if the call is traced or transformed. `known`: the options that the function has; `asked`: of
+    composite.ShardedCall."""
     if not known.keys() >= options.keys():
         table.check_names(name, known, options)
     kinds = (*map(type, operands), *map(type, options.values()))
@@ -43,16 +44,17 @@ def _call(name, known, operands, options):
         options = with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
     accumulates = options.get("accumulate_into") is not None and gets_gradient
+    of_call = {} if asked is None else {"asked": asked}
     if accumulates:
         accumulate.refuse_tracing()
     try:
         if accumulates:
             # torch.compile would trace it after the graph break at refuse_tracing.
-            made = validate.untraced(_KERNELS[name])(*operands, options)
+            made = validate.untraced(_KERNELS[name])(*operands, options, **of_call)
         elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
             made = _through_operator(name, operands, options)
         else:
-            made = _KERNELS[name](*operands, options)
+            made = _KERNELS[name](*operands, options, **of_call)
     except AttributeError:
         _check_tensors(name, operands, options)
         raise
@@ -68,8 +70,8 @@ def part_from(first_token):
     messages have the rows' numbers in that call. Of plain tensors, outside of graphs and
     transforms."""
 
-    def call(*operands, **options):
-        of_part = {"first_token": first_token}
+    def call(*operands, asked=None, **options):
+        of_part = {"first_token": first_token, "asked": asked}
         return _result(composite.linear_cross_entropy_of(*operands, options, **of_part))
 
     return call
@@ -199,7 +201,8 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         token_weight: a factor for each row's loss, z-loss included, shape (...), any real dtype;
             it does not change the mean's denominator. It must not require grad.
         num_items: a number or 0-d tensor, which may be on the device: replaces the mean's
-            denominator. 0 gives the loss 0. Only for "mean".
+            denominator. 0 is for no valid rows, of which the loss is 0: with valid rows a
+            ValueError on the CPU, NaN on CUDA. Only for "mean".
         shift: the target of a position is that of `shift` positions further along the last
             dimension of (...); the last ones are ignored. Nothing else is shifted. Requires an
             input of at least 3 dimensions, or `cu_seqlens`.
@@ -261,11 +264,22 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     >>> torch.testing.assert_close(loss, eager)
     """
     if isinstance(target, tuple) and len(target) == 2:
-        options = table.completed("linear_cross_entropy", _ALL, options)
-        return class_losses.of_sparse_target(
-            linear_cross_entropy, input, linear_weight, *target, options
-        )
+        target = [validate.local_replica("target", one) for one in target]
+        options = table.completed("linear_cross_entropy", _ALL, with_local_factors(options))
+        return class_losses.of_sparse_target(composed_call, input, linear_weight, *target, options)
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
+
+
+def composed_call(input, linear_weight, target, *, asked, **options):
+    """linear_cross_entropy of a class target, for a function that is composed of it; `asked`: of
+    composite.ShardedCall."""
+    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
+
+
+def with_local_factors(options):
+    """`options` with the local parts of what is applied to losses of rows that are local."""
+    names = [name for name in ("token_weight", "num_items") if name in options]
+    return options | {name: validate.local_replica(name, options[name]) for name in names}
 
 
 def cross_entropy(logits, target, **options):
@@ -332,7 +346,8 @@ def linear_logprobs_at(input, linear_weight, ids, *, tail=False, **options):
     tensor([[0.0625, 0.0625, 1.0000, 0.8750]])
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
-    return class_losses.logprobs_at(linear_cross_entropy, input, linear_weight, ids, options, tail)
+    ids = validate.local_replica("ids", ids)
+    return class_losses.logprobs_at(composed_call, input, linear_weight, ids, options, tail)
 
 
 def linear_logprobs(

@@ -249,6 +249,12 @@ OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient"
 OF_DIVERGENCE += ("gradient_seed", "accumulate_into", "vocab_parallel")
 
 
+# Of its operator's list `teacher`; a divergence is its index here, from 1 on (flce_divergence).
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+TEACHER_NUMBERS = ("divergence", "beta", "hard_weight", "teacher_softcap", "teacher_logit_scale")
+TEACHER_NUMBERS += ("teacher_temperature",)
+
+
 def _choice(name, value):
     choices = typing.get_args(Save) if name == "save" else CHOICES[name]
     if value not in choices:

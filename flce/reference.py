@@ -41,7 +41,7 @@ def linear_cross_entropy(
 
     Without options there are two differences from these functions. Rows of `input` (..., H) whose
     target (...) is `ignore_index` are zeroed before the GEMM, so that nothing in them reaches a
-    gradient; and a mean over no rows, or over 0 items, is 0 instead of NaN. The results have the
+    gradient; and a mean over no rows is 0 instead of NaN, also with 0 items. The results have the
     dtype that flce returns: float64 for float64, float32 for the others. `loss`: the other options
     of `cross_entropy`; options that select how flce computes, such as `save`, are ignored.
 
@@ -100,11 +100,11 @@ def cross_entropy(
             rows = rows * token_weight.to(stat).masked_fill(cut, 0.0)
         if reduction != "mean":
             return rows if reduction == "none" else rows.sum()
-        empty = cut.all()
-        if num_items is not None:
-            denominator = torch.as_tensor(num_items, dtype=stat, device=rows.device)
-            empty = denominator == 0
-        return rows.sum() * torch.where(empty, 0.0, 1.0 / denominator.to(stat))
+        if num_items is None:
+            return rows.sum() * torch.where(cut.all(), 0.0, 1.0 / denominator.to(stat))
+        items = torch.as_tensor(num_items, dtype=stat, device=rows.device)
+        of_none = torch.where(cut.all(), 0.0, math.nan)
+        return rows.sum() * torch.where(items == 0, of_none, 1.0 / items)
 
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
@@ -137,7 +137,7 @@ def cross_entropy(
         classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
     at = top = tail_lse = None
     if classes is not None:
-        absent = (classes == ignore_index) | cut.unsqueeze(-1)
+        absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
         at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
         at, top = at.masked_fill(absent, 0.0), classes.masked_fill(absent, -1)
         tail_lse = _tail_lse(logits, top).to(stat).masked_fill(cut, 0.0)
@@ -266,7 +266,7 @@ def shifted(target, shift, cu_seqlens, ignore_index):
     if shift == 0:
         return target
     ignore_index = -100 if ignore_index is None else ignore_index
-    later = torch.full_like(target, ignore_index)
+    later = torch.full_like(target, ignore_index, dtype=torch.int64)
     later[..., :-shift] = target[..., shift:]
     if cu_seqlens is None:
         return later
@@ -281,7 +281,7 @@ def ignored(target, ignore_index):
     """Mask of the ignored rows (...); with probabilities (..., V) no row is ignored."""
     if target.is_floating_point():
         return torch.zeros(target.shape[:-1], dtype=torch.bool, device=target.device)
-    return target == (-100 if ignore_index is None else ignore_index)
+    return target.long() == (-100 if ignore_index is None else ignore_index)
 
 
 def denominator(target, weight, cut, stat):

@@ -294,7 +294,7 @@ class Draw:
         if self.chance(0.4):
             meant["token_weight"] = self.normal(*self.shape).to(wide)
         if meant["reduction"] == "mean" and self.chance(0.4):
-            meant["num_items"] = self.pick(0.0, 7.5)
+            meant["num_items"] = self.pick(0.25, 7.5)
         call.options |= meant
         del call.options["probabilities"]
 

@@ -127,7 +127,6 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   if (classes && call.problem.topk > 0)
     refuse("topk", "0 with classes", std::to_string(call.problem.topk));
   flce_plan plan = device.plan(call.problem);
-  call.problem.save = plan.save;
   bind_seed(seed, plan, &call);
   try {
     return run_forward(device, plan, input, group, &call);
@@ -156,7 +155,6 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
   call.teacher_input = other.input();
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
-  call.problem.save = plan.save;
   bind_seed(seed, plan, &call);
   try {
     auto [loss, stats, scalars, predictions, saved, grad_input, grad_weight, grad_bias, logits,
@@ -230,11 +228,12 @@ void expect_saved(const OptionalTensor& saved, const flce_plan& plan, const Call
 void bind_added(const Tensor& grad_weight, Call* call) {
   const char* name = "grad_weight_into";
   flce_problem* problem = &call->problem;
+  expect_tensor(name, grad_weight);
   expect_shape(name, grad_weight, {problem->weight_rows, flce_grad_weight_cols(problem)});
   if (!grad_weight.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
   expect_device(name, grad_weight, call->id, "input");
   if (!problem->want_grad_weight) refuse("grad_weight", "True with grad_weight_into", "False");
-  problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
+  problem->added_dtype = to_dtype(type_of(grad_weight), name);
   problem->adds_grad_weight = true;
   call->tensors.grad_weight = grad_weight.mutable_data_ptr();
 }
@@ -321,17 +320,18 @@ std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUM
 /* ---- scaling of gradients made by the forward ---- */
 
 flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, DeviceId id) {
-  flce_dtype dtype = to_dtype(grad.scalar_type(), name);
+  flce_dtype dtype = to_dtype(type_of(grad), name);
   expect_device(name, grad, id, "the first");
   if (!grad.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
-  return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
-          dtype, grad.numel()};
+  return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(type_of(out), "dtype"), dtype,
+          grad.numel()};
 }
 
 void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
                const Tensor& grad_output, const OptionalTensor& scalars) {
   DeviceId id = device.id();
-  flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
+  expect_tensor("grad_output", grad_output);
+  flce_dtype stat = type_of(grad_output) == ScalarType::Double ? FLCE_F64 : FLCE_F32;
   expect_like("grad_output", grad_output, {}, to_scalar_type(stat), id);
   if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, to_scalar_type(stat), id);
   const flce_backend* table = device.table();
@@ -357,6 +357,7 @@ void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTenso
 }
 
 Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
+  expect_tensor("grad", grad);
   DeviceId id = device_of(grad);
   Device device(id, false);
   Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");

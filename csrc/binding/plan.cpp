@@ -1,9 +1,7 @@
 /* The operators without tensors that tell what a call would do: `describe`, for the fakes of the
  * operators and the checks of options alone, and `plan`, for flce.plan. Of the plan's rules
  * flce.linear_loss, which has chunks of its own, asks for `wide_sum_chunks`. */
-#include <algorithm>
 #include <tuple>
-#include <utility>
 
 #include "binding/call.h"
 #include "binding/library.h"
@@ -68,19 +66,6 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
   return problem;
 }
 
-/* Refuses matrices of which a dozen in float64 have more bytes than fit into int64. */
-void check_elements(const flce_problem& problem) {
-  const int64_t most = int64_t{1} << 54;
-  const int64_t vocab = std::max(problem.vocab, problem.classes);
-  const std::pair<const char*, int64_t> sizes[] = {
-      {"tokens", problem.tokens}, {"hidden", problem.hidden}, {"vocab", vocab}};
-  for (size_t i = 0; i < 3; i++)
-    for (size_t j = 0; j < i; j++)
-      if (sizes[i].second > most / std::max<int64_t>(sizes[j].second, 1))
-        refuse(std::string(sizes[j].first) + ", " + sizes[i].first, "a product of at most 2^54",
-               std::to_string(sizes[j].second) + " and " + std::to_string(sizes[i].second));
-}
-
 /* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
 std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
                                         const PackedOptions& options, flce_problem* student) {
@@ -95,7 +80,6 @@ std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
   problem.hidden = hidden;
   problem.has_bias = false;
   choose_teacher_dtypes(options, &problem);
-  check_elements(problem);
   return problem;
 }
 
@@ -178,7 +162,6 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
                                                   SIZES_ARGUMENTS) {
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(SIZES, valid_vocab, options);
-  check_elements(problem);
   std::optional<flce_problem> teacher =
       add_teacher(teacher_hidden, teacher_logits, options, &problem);
   if (teacher) problem.teacher = &*teacher;

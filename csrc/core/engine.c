@@ -270,7 +270,8 @@ static flce_status open_teacher(execution* e, const flce_problem* student,
 static flce_status given_logits(const execution* e, chunk* c) {
   const void* rows;
   FLCE_TRY(chunk_input(e, c, &rows));
-  set_z(&c->view, (void*)rows, e->plan->dtype, e->plan->input_pitch);
+  rows = element_ptr(rows, e->problem->first_logit, e->plan->dtype);
+  set_z(&c->view, rows, e->plan->dtype, e->plan->input_pitch);
   c->view.z_columns = c->view.vocab; /* the others are not ours to write */
   return FLCE_OK;
 }
@@ -331,7 +332,7 @@ static flce_status forward_gradients(const execution* e, const chunk* c) {
     FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
   if (e->plan->compares) {
     FLCE_TRY(compare_rows(e, c, true));
-    if (e->plan->draws) return e->problem->vocab > 0 ? flce_sample_chunk(e, c) : FLCE_OK;
+    if (e->plan->draws) return flce_sample_chunk(e, c);
   } else if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -474,17 +475,25 @@ static flce_status forward(execution* e, teacher_call* teacher) {
   return FLCE_OK;
 }
 
+/* The caller's problem with the strategy that the plan has chosen. */
+static flce_problem with_strategy(const flce_problem* caller, const flce_plan* plan) {
+  flce_problem problem = *caller;
+  problem.save = plan->save;
+  return problem;
+}
+
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
-                         const flce_problem* problem, const flce_plan* plan,
+                         const flce_problem* caller_problem, const flce_plan* plan,
                          const flce_tensors* caller) {
+  flce_problem problem = with_strategy(caller_problem, plan);
   flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
   execution e = {.backend = backend,
                  .shard = &shard,
-                 .problem = problem,
+                 .problem = &problem,
                  .plan = plan,
                  .tensors = &tensors,
-                 .no_class = flce_no_class(problem)};
+                 .no_class = flce_no_class(&problem)};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
@@ -560,15 +569,16 @@ static flce_status backward(execution* e) {
 }
 
 flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
-                          const flce_problem* problem, const flce_plan* plan,
+                          const flce_problem* caller_problem, const flce_plan* plan,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
+  flce_problem problem = with_strategy(caller_problem, plan);
   shard_call shard = {.comm = comm};
   execution e = {.backend = backend,
                  .shard = &shard,
-                 .problem = problem,
+                 .problem = &problem,
                  .plan = plan,
                  .tensors = tensors,
-                 .no_class = flce_no_class(problem)};
+                 .no_class = flce_no_class(&problem)};
   return flce_close_shard(&e, backward(&e));
 }

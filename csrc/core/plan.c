@@ -19,7 +19,8 @@ enum {
   GATHERED_ROWS = 4096,
   /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
    * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk takes no more than
-   * these: no more than an eager loss. */
+   * these: no more than an eager loss. With so few classes that the tokens' own TOKEN_BYTES are
+   * most of that, it takes as much as they do. */
   SMALL_VOCAB = 8192,
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */
@@ -63,7 +64,9 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
   int64_t row = plan->z_pitch * flce_size_of(plan->z_dtype);
   if (problem->want_grad_input) row += plan->hidden * flce_size_of(plan->dx_gemm_dtype);
   if (problem->want_grad_weight) row += plan->input_pitch * size;
-  return (bytes - facts->gemm_workspace_bytes - problem->tokens * TOKEN_BYTES) / row;
+  int64_t of_tokens = problem->tokens * TOKEN_BYTES;
+  int64_t left = bytes - facts->gemm_workspace_bytes - of_tokens;
+  return max64(max64(left, of_tokens) / row, 1);
 }
 
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
@@ -79,6 +82,7 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   /* A teacher's logits have the student's dtype and leading dimension; packed logits replace
    * them. */
   if (problem->teacher && !problem->teacher->gives_logits && !plan->packs) loop.row_bytes *= 2;
+  loop.logits_bytes = loop.row_bytes;
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
@@ -125,6 +129,7 @@ static flce_status choose_chunks(const flce_problem* caller, const flce_facts* f
     /* The same chunks where dz overwrites what is saved, so that the bits of a gradient do not
      * depend on whether its graph is kept. */
     backward.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
+  backward.logits_bytes = backward.row_bytes;
   if (backward.row_bytes > 0)
     return choose_chunk_rows(&problem, facts, &backward, plan->dtype, &plan->backward_chunk_rows,
                              &plan->backward_chunks);
@@ -268,8 +273,8 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
 }
 
 /* The default of accum_dtype over many chunks. Their number depends on the cost of accumulating, so
- * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled graph
- * has to know it, and does not know the number of chunks. */
+ * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled
+ * graph has to know it, and does not know the number of chunks. */
 static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool decided = problem->chunk_rows > 0; /* accum_dtype is that of the equal share */
   bool sums = problem->want_grad_weight && !draws_samples(plan);

@@ -43,6 +43,7 @@ def _check(input, ids, logprobs):
 
 def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tail, options):
     """The loss as linear_divergence returns it; `options`: the student's."""
+    asked = {"call": "linear_divergence of K classes", **locals(), **options}
     options = dict(options)
     if tail not in TAILS:
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
@@ -56,9 +57,9 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     rows = class_losses.RowLosses.of_options(options, input, ids.shape[:-1])
     has_tail = tail == "class"
     log_p = class_losses.logprobs_at(
-        functional.linear_cross_entropy, input, linear_weight, ids, options, has_tail
+        functional.composed_call, input, linear_weight, ids, options, has_tail, asked
     )
-    absent = ids == ignore_index_of(options.get("ignore_index", -100))
+    absent = validate.is_equal(ids, ignore_index_of(options.get("ignore_index", -100)))
     ignored = absent.all(dim=-1)
     log_q = logprobs.masked_fill(absent, -math.inf)
     if has_tail:

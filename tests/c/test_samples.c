@@ -145,6 +145,47 @@ static void test_no_rows(void) {
   }
 }
 
+/* A sampled divergence, where the sum of dW over chunks would have another dtype than dW. */
+static void test_divergence_without_rows(flce_dtype dtype) {
+  setting s = sampled_setting(dtype, 0x1p-4);
+  flce_problem *p = &s.problem, teacher;
+  s.all_ignored = true;
+  p->rows = 0;
+  p->divergence = FLCE_FORWARD_KL, p->beta = 0.5;
+  p->save = FLCE_SAVE_NOTHING;
+  teacher = *p;
+  teacher.gradient_eps = 0.0;
+  teacher.want_grad_input = teacher.want_grad_weight = teacher.want_grad_bias = false;
+  p->save = FLCE_SAVE_GRADS, p->sampled = true, p->accum_dtype = FLCE_F32;
+  p->teacher = &teacher;
+  model m = make_model(&s);
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  run r = open_run(&b, &s, &m);
+  const flce_tensors same = r.t;
+  r.t.teacher = &same;
+  CHECK_OK(flce_forward(&b, NULL, &r.problem, &r.plan, &r.t));
+  for (int64_t k = 0; k < p->weight_rows * p->hidden; k++)
+    CHECK(flce_load(r.t.grad_weight, r.plan.grad_weight_dtype, k) == 0.0, "dW without rows");
+  free_run(&r);
+  free_model(&m);
+}
+
+/* What the caller asks for and what the plan has chosen: the engine takes the plan's strategy. */
+static void test_strategy_of_the_plan(void) {
+  setting s = sampled_setting(FLCE_F16, 0x1p-4);
+  s.all_ignored = true;
+  s.problem.rows = 0;
+  s.problem.sampled = true, s.problem.save = FLCE_SAVE_AUTO;
+  model m = make_model(&s);
+  run r = run_all(&s, &m, 1);
+  CHECK(r.plan.save == FLCE_SAVE_SAMPLES && r.problem.save == FLCE_SAVE_AUTO, "the strategies");
+  check_run(&s, &m, &r);
+  free_run(&r);
+  free_model(&m);
+}
+
 static void test_added(void) {
   setting s = sampled_setting(FLCE_F32, 0x1p-4);
   s.problem.adds_grad_weight = true;
@@ -342,6 +383,9 @@ int main(void) {
   test_added();
   test_no_rows();
   test_parts();
+  test_divergence_without_rows(FLCE_BF16);
+  test_divergence_without_rows(FLCE_F16);
+  test_strategy_of_the_plan();
   test_large_row();
   return test_verdict();
 }
