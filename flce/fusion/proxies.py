@@ -74,17 +74,17 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
     return function(*_materialized(args, make), **_materialized(kwargs, make))
 
 
-# torch.compile traces _dispatch with the function that calls it. Where that breaks the graph, and
-# _dispatch is called by itself, it runs as it is: a graph of it would serve other functions too, as
-# torch.compile does not guard a graph by an argument that is a function of torch.
+# torch.compile traces _dispatch as a part of the function that calls it. Called by itself, after a
+# break of the graph, it runs uncompiled, with all that it calls: torch.compile does not guard by an
+# argument that is a function of torch, so a graph for one function would serve the next.
 _SKIP = eval_frame._FrameAction.SKIP
-_AS_IT_IS = eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # also what it calls
-eval_frame.set_code_exec_strategy(_dispatch.__code__, _AS_IT_IS)
+_UNCOMPILED = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+eval_frame.set_code_exec_strategy(_dispatch.__code__, _UNCOMPILED)
 
 
 def _is_asked_by_compiler():
-    """Whether torch.compile itself calls, to describe a Tensor that its graph is given: as it is,
-    whether there are real logits or not. What it traces is no such call."""
+    """Whether torch.compile itself calls, to describe a Tensor that a graph is given: the proxy is,
+    whether there are real logits or not. A call that it traces is none of its own."""
     return not is_dynamo_compiling() and detect_fake_mode() is not None
 
 
