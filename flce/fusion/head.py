@@ -11,8 +11,8 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..validate import function_transforms_are_on, is_dtensor, refuse
-from . import proxies, reentry, steps
-from .node import HeadCall, Node, Snapshot
+from . import deferred, reentry, replacements, steps, traced
+from .node import HeadCall, Snapshot, TracedNode
 from .reentry import enclosing_of, foreign_hook, fusion_in
 from .sharded import gathering_forward
 
@@ -25,7 +25,7 @@ class Reentrant:
     """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
 
     def forward(self, *args, **kwargs):
-        if len(args) == 2 and type(args[1]) is reentry.Request:
+        if len(args) == 2 and isinstance(args[1], reentry.Request):
             return args[1].run(self, args[0])
         own = self.__dict__.get("_flce_gathers") or super().forward
         return own(*args, **kwargs)
@@ -44,23 +44,21 @@ class _Deferring(Reentrant):
     """Mixed into an nn.Linear whose products are logits."""
 
     def __call__(self, *args, **kwargs):
-        # torch.compile inlines forward without __call__ where there are no hooks.
-        made = None if is_compiling() else _deferred(self, args, kwargs)
-        return super().__call__(*args, **kwargs) if made is None else made
+        fusion = self._flce_fusion
+        if not is_compiling() and "forward" in self.__dict__ and not is_standard_linear(self):
+            if len(args) == 1 and fusion.is_to_defer():
+                fusion.fall_back("the head's forward was replaced")
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        made = _deferred(self, args, kwargs) if is_compiling() else None
+        made = _deferred(self, args, kwargs)
         return super().forward(*args, **kwargs) if made is None else made
 
     def compute_logits(self, x):
         """The real logits, without hooks."""
         is_whole = not is_dtensor(self.weight) or is_dtensor(x)
         if not is_whole and "_flce_gathers" not in self.__dict__:
-            raise RuntimeError(
-                "flce.fuse: expected the head's weight to be whole where logits are made, got a "
-                "sharded one: read outputs.logits before the forward of the model ends, give the "
-                "head an FSDP unit of its own, or leave the root's weights unsharded after forward"
-            )
+            raise RuntimeError(reentry.NOT_WHOLE)
         return super().forward(x)
 
 
@@ -79,12 +77,17 @@ def _deferred(linear, args, kwargs):
     if reason := _unsupported_call(linear, x):
         return fusion.fall_back(reason)
     weight, bias = linear.weight, linear.bias
-    grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    grad, device = torch.is_grad_enabled() and grad, x.device if weight.is_meta else weight.device
-    call = HeadCall(fusion, proxies.proxy_of, device, grad, [Snapshot(linear, x)])
-    shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
-    sources = (steps.Source(linear, x),)
-    return call.proxy(Node(call, steps.Record(sources, (), shape, dtype, steps.Rows())))
+    if not is_compiling() and is_dtensor(weight) and "_flce_gathers" not in linear.__dict__:
+        return None  # sharded outside of the hooks: nn.Linear says so
+    operands = [t for t in (x, weight, bias) if t is not None]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+    device = x.device if weight.is_meta else weight.device
+    call = HeadCall(fusion, device, grad, [Snapshot(linear, x, not is_compiling())])
+    if not is_compiling():
+        return deferred.deferred_product(call, linear, x)
+    shape, sources = (*x.shape[:-1], linear.out_features), (steps.Source(linear, x),)
+    record = steps.Record(sources, (), shape, call.product_dtype(x), steps.Rows())
+    return traced.proxy_of(TracedNode(call, record))
 
 
 def _exports():
@@ -98,6 +101,8 @@ def _unsupported_call(linear, x):
     """Why this call of a head cannot defer; None if it can."""
     if not is_standard_linear(linear):
         return "the head's forward was replaced"
+    if not is_compiling() and (replaced := replacements.found()):
+        return replaced
     if type(x) not in (torch.Tensor, nn.Parameter):
         return f"the head's input is a {type(x).__name__}"
     if function_transforms_are_on():

@@ -4,14 +4,13 @@ import inspect
 
 import torch
 import torch.nn.functional as F
-from torch.compiler import is_compiling
 
 from ..distillation import linear_divergence
 from ..functional import linear_cross_entropy
 from ..options import DTYPES, OF_DIVERGENCE, LinearCrossEntropyOutput
 from . import sharded, steps
 from .node import node_of
-from .reentry import call_through
+from .reentry import inside
 from .steps import require
 
 # Of the values of save, flce.fuse's "stats" alone applies to a divergence.
@@ -23,8 +22,8 @@ def _unsupported(record, chosen, has_probabilities=False):
     """Why flce cannot compute a loss of the record with `chosen`, options given to flce.fuse, or
     None. To be asked inside the Modules' hooks, where a sharded weight is whole."""
     sources = record.sources
-    for linear, x, _ in sources:
-        weight, is_sharded = linear.weight, sharded.is_sharded(linear)
+    for source in sources:
+        (weight, _), x, is_sharded = source.parameters(), source.x, sharded.is_sharded(source)
         if type(weight) not in (torch.nn.Parameter, torch.Tensor) and not is_sharded:
             return f"the head's weight is a {type(weight).__name__}"
         if weight.dtype not in DTYPES or x.dtype not in DTYPES:
@@ -34,24 +33,26 @@ def _unsupported(record, chosen, has_probabilities=False):
         if is_sharded and (reason := sharded.unsupported(record, chosen, has_probabilities)):
             return reason
     if len(sources) > 1 and chosen.get("accumulate_into") is not None:
-        if torch.is_grad_enabled() and sources[0].linear.weight.requires_grad:
+        if torch.is_grad_enabled() and sources[0].parameters()[0].requires_grad:
             return "accumulate_into does not serve an adapter"
     return None
 
 
-def _computed(call, record, run):
+def _computed(node, record, run):
     """run(sources) in the modes of the head's call; None means that real logits are needed."""
+    call = node.call
     call.check(False)
-    with call.entered(call.grad and torch.is_grad_enabled()):
-        made = call_through(record.sources, run)
+    with call.entered(node.wants_gradient()):
+        made = inside(record.sources, run)
     call.loss_is_done = call.loss_is_done or made is None
     require(made is not None)
     return made
 
 
-def _fused(call, record, target, options, dropped=()):
+def _fused(node, record, target, options, dropped=()):
     """linear_cross_entropy of the record's logits, without the options `dropped` of those given to
     flce.fuse. Unknown, and told, where flce cannot compute it."""
+    call = node.call
     if options["reduction"] == "none" and call.fusion.options.get("save") == "grads":
         dropped = (*dropped, "save")
     chosen = {name: value for name, value in call.fusion.options.items() if name not in dropped}
@@ -68,7 +69,7 @@ def _fused(call, record, target, options, dropped=()):
         call.fusion.note_loss(steps.key_of(record))
         return made
 
-    return _computed(call, record, run)
+    return _computed(node, record, run)
 
 
 def cross_entropy(function, node, args, kwargs):
@@ -92,31 +93,24 @@ def cross_entropy(function, node, args, kwargs):
     require(tuple(target.shape) == record.shape[: None if has_probabilities else -1])
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     options = {name: arguments[name] for name in names if name in arguments}
-    loss = _fused(call, record, target, options)
+    loss = _fused(node, record, target, options)
     call.loss_is_done = True
     is_cast = record.dtype != torch.float64 and torch.is_autocast_enabled(call.device.type)
     loss = loss.to(torch.float32 if is_cast else record.dtype)
     return loss.view(batch, length) if is_second and loss.dim() else loss
 
 
-def _key(target):
-    """What tells a target from others, as long as it lives; None while it is traced."""
-    if is_compiling() or target.is_inference():
-        return None
-    return target.data_ptr(), target._version, target.shape, target.stride()
-
-
-def statistic(call, record, name, target=None):
+def statistic(node, record, name, target=None):
     """Of each of the record's rows, (...): "lse", "entropy", "predictions", "mean_log_p" (over the
     classes), "log_p" of the target; of K targets "class_logits", (..., K). A call for one gives the
     first two, if cheap, for all Records of the same rows, of some of them and of pieces of them."""
-    rows, key = record.rows, name if target is None else _key(target)
-    grad = call.requires_grad and torch.is_grad_enabled()
+    call, rows, grad = node.call, record.rows, node.wants_gradient()
+    key = name if target is None else rows.key_of(target)
     found = rows.found(key)
     if found is not None and found.requires_grad >= grad:
         return found if grad else found.detach()
     if target is None and rows.is_piece:
-        return rows.selected(statistic(call, rows.of, name))
+        return rows.selected(statistic(node, rows.of, name))
     zeros = torch.zeros(record.shape[:-1], dtype=torch.int64, device=call.device)
     options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
     options["ignore_index"] = -(2**63)  # no class has this index
@@ -129,13 +123,12 @@ def statistic(call, record, name, target=None):
         options["return_predictions"] = name == "predictions"
         options["classes"] = target if name == "class_logits" else None
         dropped += ("gradient", "gradient_eps")
-    made = _fused(call, record, target if name == "log_p" else zeros, options, dropped)
+    made = _fused(node, record, target if name == "log_p" else zeros, options, dropped)
     made = LinearCrossEntropyOutput(made) if is_sampled else made
     found = {field: values for field, values in made._asdict().items() if values is not None}
     own = found.pop("class_logits", -found.pop("loss"))
     if name not in found and key is not None:
         found[key] = own
-        rows.known.setdefault("targets", []).append(target)  # has to live as long as its key
     rows.known.update(found if grad else {**found, **rows.known})
     call.loss_is_done = call.loss_is_done or target is not None
     return found.get(name, own)
@@ -144,18 +137,19 @@ def statistic(call, record, name, target=None):
 # ---- KL divergences of two heads ----
 
 
-def kl_elements(node, target, _):
+def kl_elements(node, target, dtype, _):
     """F.kl_div of two Nodes, for each class: each is made under the modes of its own call."""
-    is_log = target.record.form() == steps.LOG_P
-    return F.kl_div(node.again(), target.again(), reduction="none", log_target=is_log)
+    is_log, values = target.record.form() == steps.LOG_P, [node.again(), target.again()]
+    values = [value.to(dtype) for value in values]
+    return F.kl_div(*values, reduction="none", log_target=is_log)
 
 
 def kl_sum(record, reduction):
     """The sum of `kl_elements` over the classes, of each row or of all ("none" or "sum"). A target
     with a gradient is the student."""
     step = next(step for step in record.tail if step.kind == steps.KL)
-    (student, teacher), name = step.replay.args, "forward_kl"
-    if teacher.call.requires_grad:
+    (student, teacher), name = step.replay.args[:2], "forward_kl"
+    if teacher.has_gradient:
         student, teacher, name = teacher, student, "reverse_kl"
     return divergence(student, teacher, name, reduction)
 
@@ -165,7 +159,7 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     are ignored."""
     record, other, call = student.record, teacher.record, student.call
     require(student.is_pending() and teacher.is_pending() and record.shape == other.shape)
-    require(not (teacher.call.requires_grad and torch.is_grad_enabled()))
+    require(not teacher.wants_gradient())
     given = call.fusion.options
     chosen = {k: v for k, v in given.items() if k in _OF_DIVERGENCE or (k, v) == ("save", "stats")}
     if target is None:
@@ -192,4 +186,4 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
 
     teacher.call.check(False)
     call.loss_is_done = teacher.call.loss_is_done = True
-    return _computed(call, record, lambda s: call_through(other.sources, lambda t: run(s, t)))
+    return _computed(student, record, lambda s: inside(other.sources, lambda t: run(s, t)))

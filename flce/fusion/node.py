@@ -5,20 +5,23 @@ import copy
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 from ..composite import autocast_dtype
+from ..validate import is_dtensor
 from . import steps
-from .reentry import call_through, fusion_in
+from .reentry import fusion_in, inside
 
 
 class Snapshot:
     """A head's hidden states, weight and bias at its call. Three things tell that they changed:
     the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which
-    torch.compile does not trace and inference tensors do not have; a sample of the elements."""
+    torch.compile does not trace and inference tensors do not have; a sample of the elements.
+    holds: the logits are of these Tensors, whatever the nn.Linear has later."""
 
-    def __init__(self, linear, x):
-        self.fusion, self.linear = linear._flce_fusion, linear
+    def __init__(self, linear, x, holds):
+        self.fusion, self.linear, self.holds = linear._flce_fusion, linear, holds
         self.last_step, named = self.fusion.last_step, {"hidden states": x}
         # Hooks may gather the weight, which changes it: then only the last_step is compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
@@ -36,7 +39,8 @@ class Snapshot:
         if self.fusion.last_step is not self.last_step:
             return "an optimizer that has stepped since"
         for name, tensor, version, sample in self.parts:
-            current = tensor if name == "hidden states" else getattr(self.linear, name)
+            is_own = self.holds or name == "hidden states"
+            current = tensor if is_own else getattr(self.linear, name)
             is_written = version is not None and tensor._version != version
             is_written = is_written or (compares and _differs(sample, name, tensor))
             # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
@@ -69,15 +73,17 @@ def _differs(sample, name, tensor):
 
 class HeadCall:
     """One call of a head, shared by all values computed from its output. fusion: what to do where
-    an operation is not deferred. proxy: makes what the caller holds for a Node. requires_grad: of
-    the real logits. snapshots: of what has to be the same when they are made. grad, autocast: the
-    modes of the call. loss_is_done: whether a loss was computed, or said to need the logits; logits
-    made after that are counted as reads, not as fall-backs."""
+    an operation is not deferred. requires_grad: of the real logits. snapshots: of what has to be
+    the same when they are made. grad, autocast: the modes of the call. loss_is_done: whether a loss
+    was computed, or said to need the logits; logits made after that are counted as reads, not as
+    fall-backs."""
 
-    def __init__(self, fusion, proxy, device, requires_grad, snapshots):
-        self.fusion, self.proxy, self.device = fusion, proxy, device
+    def __init__(self, fusion, device, requires_grad, snapshots):
+        self.fusion, self.device = fusion, device
         self.requires_grad, self.snapshots = requires_grad, snapshots
         self.grad, self.autocast = torch.is_grad_enabled(), autocast_dtype(device.type)
+        self.is_inference = not is_compiling() and torch.is_inference_mode_enabled()
+        self.leaves, self.accumulates = (), fusion.options.get("accumulate_into") is not None
         self.loss_is_done = False
 
     def product_dtype(self, x):
@@ -116,32 +122,71 @@ class HeadCall:
 
 
 class Node:
-    """One value that has not been made. parent, view: it is view(the parent's value) and shares its
-    memory, so that what is written to one is seen in the other, as it is with real tensors. Without
-    a parent it has memory of its own. value: the real tensor, once there is one."""
+    """One value that has not been made. record: how it was computed from a head's products. parent:
+    the Node whose memory it shares, as a view of it; without one it has memory of its own. value:
+    the real tensor, once there is one."""
 
-    def __init__(self, call, record, parent=None, view=None):
-        self.call, self.record, self.parent, self.view = call, record, parent, view
-        self.value = None
-
-    def layout(self):
-        """A meta tensor with the strides of the real value; views of it alias as that would."""
-        if self.parent is not None:
-            return self.view(self.parent.layout())
-        return self.like("meta", self.record.shape)
+    def __init__(self, call, record, parent=None):
+        self.call, self.record, self.parent, self.value = call, record, parent, None
 
     def like(self, device=None, shape=0):
         """An empty tensor of the value's dtype, and of its device."""
-        return torch.empty(shape, dtype=self.record.dtype, device=device or self.call.device)
+        dtype = self.layout().dtype if self.record is None else self.record.dtype
+        return torch.empty(shape, dtype=dtype, device=device or self.call.device)
 
     def is_pending(self):
         """Whether neither this value nor one that it is a view of has been made."""
         return self.value is None and (self.parent is None or self.parent.is_pending())
 
+    def note_made(self, name):
+        """Real logits are to be made for an operation that is not deferred: a warning, or an error
+        if strict, unless they were wanted in addition to a loss or without a gradient."""
+        if self.call.loss_is_done or not self.call.grad:
+            self.call.fusion.note_read(name)
+        else:
+            self.call.fusion.fall_back(f"{name} is not deferred")
+
+    def replay(self, may_share=False, memory=None):
+        """The real value, from the head on; may_share: or from real logits that exist already."""
+        call, record = self.call, self.record
+        # Values for a loss are not compared: nothing may wait for the device in a training step.
+        call.check(call.loss_is_done or not call.requires_grad)
+        if record.form() == steps.KL:  # of two Nodes
+            return steps.applied(record.tail[-1:], None)
+        logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
+        if logits is not None:
+            return steps.applied(record.tail, logits) if record.tail else logits.clone()
+        logits = whole_product(record, call)
+        record.rows.real = None if is_compiling() else (record.steps, logits, memory)
+        return steps.applied(record.tail, logits)
+
+
+class TracedNode(Node):
+    """A Node of a graph, and of what a graph has returned: its real values have a graph of their
+    own. view: it is view(the parent's value)."""
+
+    def __init__(self, call, record, parent=None, view=None):
+        super().__init__(call, record, parent)
+        self.view = view
+
+    def layout(self):
+        """A meta tensor with the strides of the real value; views of it alias as that would."""
+        if self.parent is not None:
+            return self.view(self.parent.layout())
+        return torch.empty(self.record.shape, dtype=self.record.dtype, device="meta")
+
+    has_gradient = property(lambda self: self.call.requires_grad)
+
+    def wants_gradient(self):
+        return self.call.requires_grad and torch.is_grad_enabled()
+
     def then(self, record, view=None):
-        """The proxy of a value computed from this one: a view of it, or with memory of its own."""
-        call = self.call.now()
-        return call.proxy(Node(call, record, None if view is None else self, view))
+        """The Node of a value computed from this one: a view of it, or with memory of its own."""
+        return TracedNode(self.call.now(), record, None if view is None else self, view)
+
+    def summed(self, other, call, record):
+        """That of a product of more sources."""
+        return TracedNode(call.now(), record)
 
     def make(self):
         """The real value, made once, under the modes of the head's call: what a reader under
@@ -154,52 +199,34 @@ class Node:
     def again(self):
         """The real value before anything was written to it, under the modes of the head's call."""
         with self.call.entered(self.call.grad):
-            return self.replay(True)
-
-    def replay(self, may_share=False):
-        """The real value, from the head on; may_share: or from real logits that exist already."""
-        call, record = self.call, self.record
-        # Values for a loss are not compared: nothing may wait for the device in a training step.
-        call.check(call.loss_is_done or not call.requires_grad)
-        if record.form() == steps.KL:  # of two Nodes
-            return steps.applied(record.tail[-1:], None)
-        logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
-        if logits is not None:
-            return steps.applied(record.tail, logits) if record.tail else logits.clone()
-        logits = call_through(record.sources, functools.partial(_real_logits, record.steps))
-        record.rows.real = None if is_compiling() else (record.steps, logits)
-        return steps.applied(record.tail, logits)
+            return self.replay()
 
     def make_for(self, function):
-        """The real value, because `function` is not deferred: with a warning, or an error if
-        strict, unless the logits were wanted in addition to a loss or without a gradient."""
-        is_read = self.call.loss_is_done or not self.call.grad
-        if self.is_pending() and is_read:
-            self.call.fusion.note_read(name_of(function))
-        elif self.is_pending():
-            self.call.fusion.fall_back(f"{name_of(function)} is not deferred")
+        """The real value, because `function` is not deferred."""
+        if self.is_pending():
+            self.note_made(name_of(function))
         return self.make()
 
-    def backward_hook(self, gradient):
-        """Tensor hook of the proxy, which a custom autograd Function took as its input: a gradient
-        continues through the real value. None if the output was not used (DDP's Function)."""
-        if gradient is None:
-            return
-        with torch.enable_grad():
-            value = self.make()
-            if value._version == 0:  # its own graph, which the outer backward may have freed
-                with self.call.entered(True):
-                    value = self.replay()
-        torch.autograd.backward(value, gradient, retain_graph=True)
+
+def whole_product(record, call):
+    """The real logits of a Record. Of heads that are not fused any more, too."""
+    dtype = None if is_compiling() else call.autocast
+    return inside(record.sources, functools.partial(_real_logits, record.steps, dtype))
 
 
-def _real_logits(steps_after, sources):
-    """Of heads that are not fused any more, too."""
-    made = []
-    for linear, x, own in sources:
-        product = linear(x) if fusion_in(linear) is None else linear.compute_logits(x)
-        made.append(steps.applied(own, product))
+def _real_logits(steps_after, dtype, sources):
+    made = [steps.applied(s.steps, _product(s, dtype)) for s in sources]
     return steps.applied(steps_after, sum(made[1:], made[0]))
+
+
+def _product(source, dtype):
+    """What the nn.Linear computes, without hooks. dtype: of autocast, which a dispatch is below."""
+    linear, x, _, held = source
+    if held is None or is_dtensor(held[0]):
+        return linear(x) if fusion_in(linear) is None else linear.compute_logits(x)
+    if dtype is not None and x.dtype != torch.float64:
+        x, *held = [None if one is None else one.to(dtype) for one in (x, *held)]
+    return F.linear(x, *held)
 
 
 def node_of(value):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 from . import loss, steps
-from .node import Node, node_of
+from .node import node_of
 from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 
 HANDLERS = {}  # {(form of the Record, function): (handler, number of arguments or None)}
@@ -65,7 +65,7 @@ def _product(node, other):
     one, two = node.record, other.record
     form = _PRODUCTS.get(frozenset((one.form(), two.form())))
     require(form and one.rows.known is two.rows.known and steps.key_of(one) == steps.key_of(two))
-    require(other.is_pending() and node.call.grad == other.call.grad)
+    require(other.is_pending() and node.has_gradient == other.has_gradient)
     replay = lambda z: steps.applied(one.tail, z) * steps.applied(two.tail, z)  # noqa: E731
     step = steps.Step(form, one.factor() * two.factor(), replay)
     dtype = torch.promote_types(one.dtype, two.dtype)
@@ -89,7 +89,8 @@ def _add(function, node, args, kwargs):
     require(isinstance(vector, torch.Tensor) and vector.is_floating_point())
     require(vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1])
     require(vector.dim() <= len(record.shape) and steps.TANH not in steps.kinds(record.steps))
-    require(node.call.requires_grad or not (vector.requires_grad and torch.is_grad_enabled()))
+    is_trained = vector.requires_grad and torch.is_grad_enabled()
+    require(node.call.requires_grad or not is_trained)
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
     return node.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
@@ -101,16 +102,18 @@ def _sum_of_products(node, other):
     kinds = steps.kinds((*one.steps, *two.steps, *two.tail))
     require(other.is_pending() and one.shape == two.shape and kinds <= {steps.SCALE, steps.CAST})
     require(len(linears) == len(one.sources) + len(two.sources))
-    require(first.grad == second.grad and first.autocast == second.autocast)
+    # Both with their gradients, or neither.
+    cut = [one.call.requires_grad and not one.has_gradient for one in (node, other)]
+    require(cut[0] == cut[1] and first.grad == second.grad and first.autocast == second.autocast)
     require(torch.float64 not in (one.dtype, two.dtype) or one.dtype == two.dtype)
     parts = [(s, r.steps) for r in (one, two) for s in r.sources]
-    sources = [steps.Source(s.linear, s.x, (*s.steps, *own)) for s, own in parts]
+    sources = [steps.Source(s.linear, s.x, (*s.steps, *own), s.held) for s, own in parts]
     dtype = torch.promote_types(one.dtype, two.dtype)
     # The sum has the gradients of both.
-    call = copy.copy((first if first.requires_grad else second).now())
+    call = copy.copy(first if first.requires_grad else second)
     call.snapshots = first.snapshots + second.snapshots
     record = steps.Record(tuple(sources), (), one.shape, dtype, steps.Rows())
-    return call.proxy(Node(call, record))
+    return node.summed(other, call, record)
 
 
 @handles("to type_as float double half bfloat16", forms=_ROWS)
@@ -137,7 +140,7 @@ def _copy(function, node, args, kwargs):
         copied = node.record.then(steps.CAST, node.record.dtype, torch.clone)
         return node.then(copied if node.record.tail else node.record)
     # With when="labels" who detaches logits may keep them, to read them after a step.
-    require(node.call.fusion.when == "always")
+    require(node.call.fusion.when == "always" or not torch.is_grad_enabled())
     with torch.no_grad():
         return node.then(node.record, torch.Tensor.detach)
 
@@ -205,6 +208,8 @@ def _select(function, node, args, kwargs):
     tensors = [item for item in rows if isinstance(item, torch.Tensor)]
     require(all(item.dim() > 0 for item in tensors))  # a view for an integer
     if tensors or any(item != slice(None) for item in rows):
+        # The caller may write to an index later.
+        rows = tuple([i.clone() if isinstance(i, torch.Tensor) else i for i in rows])
         record = record.of_rows(lambda x: x[rows])
     if len(kept) < record.shape[-1]:
         start, stop, shape = kept.start, kept.stop, (*record.shape[:-1], len(kept))
@@ -224,7 +229,7 @@ def _pieces_of_first_dimension(function, node, args, kwargs):
         first, stop = stop, stop + (1 if is_row else len(piece))
         select = operator.itemgetter(first if is_row else slice(first, stop))
         made.append(node.then(record.of_rows(select, is_piece=True), select))
-    return iter(made) if function.__name__ == "__iter__" else tuple(made)
+    return tuple(made)
 
 
 # ---- what is computed of a row ----
@@ -278,11 +283,10 @@ def _reduced(function, node, args, kwargs):
         args = (*args, -1)
     given = _over_classes(node, "input dim keepdim", args, kwargs)
     dtype = _dtype_by(function, node, given)
-    statistic = functools.partial(loss.statistic, node.call, record)
+    statistic = functools.partial(loss.statistic, node, record)
     if form == KL:
         values = loss.kl_sum(record, "sum" if is_of_all else "none")
         count = math.prod(record.shape if is_of_all else record.shape[-1:])
-        values = values if node.call.grad else values.detach()
         values = values / count if name == "mean" else values
     elif name == "mean":
         values = statistic("mean_log_p") + statistic("lse")
@@ -306,10 +310,10 @@ def _kl_div(function, node, args, kwargs):
     require(target.record.form() == (LOG_P if given["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
     dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
-    replay = functools.partial(loss.kl_elements, node, target)
+    replay = functools.partial(loss.kl_elements, node, target, dtype)
     record = record.then(KL, 1, replay, dtype=dtype)
     if reduction == "none":
-        return (target if target.call.requires_grad else node).then(record)
+        return (target if target.wants_gradient() else node).then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
     require(reduction in count)
     return (loss.kl_sum(record, "sum") / count[reduction]).to(dtype)
@@ -322,7 +326,7 @@ def _argmax(function, node, args, kwargs):
     require(node.call.fusion.when == "always" and node.call.loss_is_done)
     node.call.check(True)
     with torch.no_grad():
-        values = loss.statistic(node.call.now(), node.record, "predictions")
+        values = loss.statistic(node, node.record, "predictions")
     return _result(node.record, values, torch.int64, given.get("keepdim"))
 
 
@@ -336,7 +340,7 @@ def _gather(function, node, args, kwargs):
     require(isinstance(index, torch.Tensor) and node_of(index) is None)
     require(index.dtype == torch.int64 and index.dim() == len(record.shape))
     require(tuple(index.shape[:-1]) == record.shape[:-1] and index.shape[-1])
-    statistic = functools.partial(loss.statistic, node.call, record)
+    statistic = functools.partial(loss.statistic, node, record)
     if index.shape[-1] == 1:
         values = statistic("log_p", index.squeeze(-1)).unsqueeze(-1)
         values = values + statistic("lse").unsqueeze(-1) if form is None else values

@@ -1,10 +1,22 @@
-"""Calls into the heads' Modules, so that their hooks act around what needs the weights."""
+"""Work where the weights of heads are whole: in the state that FSDP2 unshards, or inside the hooks
+of the heads' Modules."""
 
+import contextlib
+import sys
+
+import torch
 from torch import nn
+
+from ..validate import is_dtensor
 
 # Hooks that gather, move or cast weights: they act around the re-entry, and deferred logits need
 # none of them. Others may look at the output, so they get real logits.
-_KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+KNOWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+NOT_WHOLE = (
+    "flce.fuse: expected the head's weight to be whole where logits are made, got a sharded one: "
+    "read outputs.logits before the forward of the model ends, give the head an FSDP unit of its "
+    "own, or leave the root's weights unsharded after forward"
+)
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -15,7 +27,7 @@ def foreign_hook(module):
     for name in _HOOK_DICTS:
         for hook in module.__dict__[name].values():
             hook = getattr(hook, "__func__", hook)
-            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
+            if not (getattr(hook, "__module__", None) or "").startswith(KNOWN_HOOKS):
                 return getattr(hook, "__qualname__", type(hook).__name__)
     return None
 
@@ -54,7 +66,7 @@ def modules_of(sources):
     """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None if
     one is not fused any more, or has got a hook, which would act on what is no output of it."""
     found = {}
-    for linear, x, _ in sources:
+    for linear, x, *_ in sources:
         if fusion_in(linear) is None:
             return None
         for module in (enclosing_of(linear), linear):
@@ -68,3 +80,72 @@ def call_through(sources, work):
     """work(sources) inside the hooks of all Modules of the sources, if these may be called."""
     modules = modules_of(sources)
     return work(sources) if modules is None else Request(sources, modules, work).run()
+
+
+class _Errand(Request):
+    """A Request whose result takes no way through hooks, which act on an empty tensor instead."""
+
+    def run(self, module=None, x=None):
+        if self.waiting:
+            module, x = self.waiting.pop(0)
+            return module(x.detach(), self)
+        self.result = self.work(tuple(self.sources))
+        return torch.empty(0)
+
+
+def inside(sources, work):
+    """work(sources) with whole weights."""
+    if sources[0].held is None:
+        return call_through(sources, work)
+    modules = _modules_that_gather(sources)
+    if modules:
+        errand = _Errand(sources, modules, work)
+        errand.run()
+        return errand.result
+    with contextlib.ExitStack() as units:
+        for source in sources:
+            if _is_freed(source.held[0]):
+                units.enter_context(_unsharded(source))
+        return work(sources)
+
+
+def _modules_that_gather(sources):
+    """As `modules_of`, where hooks of DeepSpeed act around a head."""
+    for linear in [s.linear for s in sources if fusion_in(s.linear) is not None]:
+        for module in (linear, enclosing_of(linear)):
+            for hook in module._forward_pre_hooks.values():
+                hook = getattr(hook, "__func__", hook)
+                if (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
+                    return modules_of(sources)
+    return None
+
+
+def _is_freed(weight):
+    """Whether FSDP2 has given back the memory of a whole weight."""
+    return not is_dtensor(weight) and weight.numel() > 0 and not weight.untyped_storage().size()
+
+
+@contextlib.contextmanager
+def _unsharded(source):
+    """The unit of FSDP2 that holds a weight, whole; sharded again at the end."""
+    unit = _unit_of(source.linear)
+    if unit is not None:
+        unit.unshard()
+    if unit is None or _is_freed(source.held[0]):
+        raise RuntimeError(NOT_WHOLE)
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def _unit_of(linear):
+    """The innermost Module around an nn.Linear, or itself, that FSDP2 manages; None without."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    model = linear._flce_fusion.model if fusion_in(linear) is not None else None
+    kind = getattr(fsdp, "FSDPModule", ())
+    around = [m for m in (linear,) if isinstance(m, kind)]
+    for module in () if around or model is None else model.modules():
+        if isinstance(module, kind) and any(one is linear for one in module.modules()):
+            around.append(module)
+    return around[-1] if around else None

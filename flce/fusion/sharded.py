@@ -20,9 +20,9 @@ def gathering_forward(linear):
     return forward if is_whole and type(style).__name__ == "ColwiseParallel" else None
 
 
-def is_sharded(linear):
+def is_sharded(source):
     """Whether the weight, inside the Module's hooks, is that of a fused head of this kind."""
-    weight, is_one = linear.weight, "_flce_gathers" in linear.__dict__
+    weight, is_one = source.parameters()[0], "_flce_gathers" in source.linear.__dict__
     is_one = is_one and is_dtensor(weight) and weight.device_mesh.ndim == 1
     return is_one and weight.placements[0].is_shard(0)
 

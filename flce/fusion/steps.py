@@ -8,6 +8,8 @@ import typing
 import torch
 from torch.compiler import is_compiling
 
+from .. import torch_private
+
 SCALE, TANH, BIAS, CLASSES, CAST = "scale", "tanh", "bias", "classes", "cast"
 # What values are, where they are not logits z with the classes last: of p = softmax(z); (B, V, T)
 # for F.cross_entropy; (..., groups, V / groups), with a loss for each group.
@@ -36,18 +38,24 @@ class Step(typing.NamedTuple):
 
 class Source(typing.NamedTuple):
     """One nn.Linear's output, not computed yet: `linear(x)`, then `steps` (scales and casts),
-    before the sum of the Record. x: shape (..., H)."""
+    before the sum of the Record. x: shape (..., H). held: its (weight, bias) at the call; None
+    while torch.compile traces: those that the nn.Linear has when they are needed."""
 
     linear: torch.nn.Module
     x: torch.Tensor
     steps: tuple = ()
+    held: tuple | None = None
+
+    def parameters(self):
+        return (self.linear.weight, self.linear.bias) if self.held is None else self.held
 
 
 class Rows:
     """The distributions of rows. known: {key of loss.statistic: values}, one dict for all that are
     the same. of, select: the Record that the rows were selected from, and how, from (..., n) to
-    (..., n); is_piece: as one of the pieces of all its rows. real: (steps, the real logits), once
-    made. scaled: {factor: Rows of scaled logits}; parts: {view of the hidden states: its known}."""
+    (..., n); is_piece: as one of the pieces of all its rows. real: (steps, the real logits, their
+    Memory or None), once made. scaled: {factor: Rows of scaled logits}; parts: {view of the hidden
+    states: its known}."""
 
     def __init__(self, of=None, select=None, is_piece=False):
         self.of, self.select, self.is_piece = of, select, is_piece
@@ -61,16 +69,36 @@ class Rows:
             values = None if values is None else self.selected(values)
         return values
 
+    def key_of(self, target):
+        """What tells a target from others, by its values; None while it is traced. On CUDA a second
+        target of a shape waits for the device."""
+        if is_compiling():
+            return None
+        targets = self.known.setdefault("targets", [])
+        for i, one in enumerate(targets):
+            if one.shape == target.shape and _is_same(one, target):
+                return i
+        targets.append(target.clone())
+        return len(targets) - 1
+
     def selected(self, values):
         return self.select(values.unsqueeze(-1)).squeeze(-1)
 
     def unchanged(self, steps, grad):
         """The real logits by these steps, if they exist and nobody has written to them; grad:
         whether a gradient has to go through them."""
-        made_by, logits = self.real or (None, None)
-        if made_by is not steps or logits.is_inference() or logits._version:
+        made_by, logits, memory = self.real or (None, None, None)
+        if made_by is not steps:
             return None
-        return logits if logits.requires_grad >= grad else None
+        if memory is not None:  # of a value that has no graph of its own
+            return None if memory.is_touched else logits
+        is_changed = logits.is_inference() or logits._version
+        return None if is_changed or logits.requires_grad < grad else logits
+
+
+def _is_same(target, other):
+    is_captured = target.is_cuda and torch.cuda.is_current_stream_capturing()
+    return target.device == other.device and not is_captured and torch.equal(target, other)
 
 
 class Record(typing.NamedTuple):
@@ -100,10 +128,10 @@ class Record(typing.NamedTuple):
     def of_rows(self, select, is_piece=False):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
         selection can precede them all, the product included."""
-        sources = tuple([Source(s.linear, select(s.x), s.steps) for s in self.sources])
+        sources = tuple([Source(s.linear, select(s.x), s.steps, s.held) for s in self.sources])
         rows, whole, x = Rows(self, select, is_piece), self.sources[0].x, sources[0].x
-        if not is_compiling() and torch._C._is_alias_of(x, whole):
-            view = x.data_ptr(), x.shape, x.stride()
+        if not is_compiling() and torch_private.is_alias(x, whole):
+            view = x.storage_offset(), x.shape, x.stride()
             rows.known = self.rows.parts.setdefault(view, rows.known)
         return self.changed(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
 
@@ -182,16 +210,17 @@ def _product(sources, first_scale, dtype):
     float32 and rounds the sum to bfloat16; here both are in bfloat16, which `dtype` is then, and
     the products are summed in float32."""
     first, *others = sources
-    x, weight, bias = first.x, first.linear.weight, first.linear.bias
+    x, (weight, bias) = first.x, first.parameters()
     if not others:
         return x, weight, bias, {}
     inputs, weights = [], []
     for source in others:
         ratio = _scale_of(source) / first_scale
         inputs.append(source.x.to(dtype) * ratio)
-        weights.append(source.linear.weight.to(dtype))
-        if source.linear.bias is not None:
-            added = source.linear.bias * ratio
+        own_weight, own_bias = source.parameters()
+        weights.append(own_weight.to(dtype))
+        if own_bias is not None:
+            added = own_bias * ratio
             bias = added if bias is None else bias + added
     adapter = {"adapter_input": torch.cat(inputs, -1), "adapter_weight": torch.cat(weights, 1)}
     return x.to(dtype), weight.to(dtype), bias, adapter

@@ -1,0 +1,432 @@
+"""Deferred logits: a Tensor without memory that autograd and the dispatcher take for any other.
+
+Autograd records what is done to it, by itself: it is the output of a `gradient.HeadProduct`.
+__torch_function__ hands what `operations` recognises to flce; a recognised step is done by autograd
+too, on values that are not made. Everything else comes to __torch_dispatch__, whatever way it went,
+and finds real values.
+"""
+
+import functools
+import threading
+import typing
+
+import torch
+from torch.compiler import is_compiling
+
+from .. import torch_private
+from . import steps
+from .gradient import HeadProduct, Routed, anchors_of
+from .node import Node, name_of, node_of
+from .operations import HANDLERS
+from .reentry import KNOWN_HOOKS
+from .steps import Unknown, require
+
+
+class Memory:
+    """What a value and its views share. is_touched: it was written to, or its address was given to
+    what may write to it: no other value may be computed from it, or instead of it."""
+
+    def __init__(self):
+        self.is_touched = False
+
+
+class LazyNode(Node):
+    """One value, with the operation that makes it. layout_of: (shape, strides, offset, dtype), and
+    meta, if known, a meta tensor of that. operation: (function, its arguments with nodes in place
+    of deferred Tensors, which of its results); None for a head's product. parent: the node that a
+    view shares its memory with. has_gradient: whether the Tensor requires grad. anchors: the
+    Tensors that a loss of it sends its gradient to; empty: its own. signalled: Tensors on the way
+    from those, whose hooks have to run first; is_signalled: its own. sent: of gradient.Routed."""
+
+    def __init__(self, call, record, layout, operation=None, parent=None):
+        super().__init__(call, record, parent)
+        self.layout_of, self.operation, self.anchors, self.sent = layout, operation, (), None
+        self.meta, self.signalled, self.is_signalled = None, (), False
+        self.has_gradient, self.memory = False, Memory() if parent is None else parent.memory
+
+    def layout(self):
+        """A meta tensor with the layout of the real value."""
+        if self.meta is None:
+            shape, strides, _, dtype = self.layout_of
+            with torch_private.without_dispatch_modes():
+                self.meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return self.meta
+
+    def like(self, device=None, shape=0):
+        with torch_private.without_dispatch_modes():
+            return super().like(device, shape)
+
+    def wants_gradient(self):
+        return self.has_gradient and torch.is_grad_enabled()
+
+    def then(self, record, view=None):
+        return _Step((self,), record, self.call)
+
+    def summed(self, other, call, record):
+        return _Step((self, other), record, call)
+
+    def make_for(self, function):
+        """The real values, because `function` is not deferred."""
+        if self.is_pending() and not torch_private.in_backward():
+            self.note_made(name_of(function))
+        return self.values()
+
+    def values(self):
+        """The real values, made once; views share them. Without a graph, which is the proxy's."""
+        if self.value is None:
+            with torch.inference_mode(self.call.is_inference), torch.no_grad():
+                is_view = self.parent is not None
+                self.value = self._run(LazyNode.values) if is_view else self.unwritten(True)
+        return self.value
+
+    def unwritten(self, may_share=False):
+        """The real values before anything was written to them; may_share: those that exist."""
+        if self.value is not None and not self.memory.is_touched:
+            return self.value
+        if self.record is None:
+            return self._run(LazyNode.unwritten)
+        with self.call.entered(False):
+            return self.replay(may_share, self.memory)
+
+    def again(self):
+        return self.unwritten()
+
+    def computed_from(self, node, value):
+        """The real values, computed from other values of a node that it was computed from."""
+        if self is node:
+            return value
+        if self.operation is None:
+            return self.unwritten()
+        return self._run(lambda one: one.computed_from(node, value))
+
+    def _run(self, value_of):
+        function, args, kwargs, pick = self.operation
+        args, kwargs = mapped(lambda n: value_of(n) if isinstance(n, Node) else n, (args, kwargs))
+        made = function(*args, **kwargs)
+        return made if pick is None else made[pick]
+
+
+def mapped(change, tree):
+    """The tree of tuples, lists and dicts with change(leaf) for each leaf. A tree of arguments is
+    flat in nearly all calls, where torch.utils._pytree takes several times as long."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, one) for one in tree])
+    if kind is dict:
+        return {name: mapped(change, one) for name, one in tree.items()}
+    return change(tree)
+
+
+class _Step(typing.NamedTuple):
+    """What a handler returns for a value that stays deferred. origins: the nodes it comes from."""
+
+    origins: tuple
+    record: steps.Record
+    call: object
+
+
+class _State(threading.local):
+    """expected: the _Steps that torch's function makes now, of values that are not made."""
+
+    expected = None
+
+
+_state = _State()
+
+
+# ---- what a caller holds ----
+
+
+class DeferredLogits(torch.Tensor):
+    """A Tensor with shape, strides, dtype and device of the logits, and no memory."""
+
+    @staticmethod
+    def __new__(cls, node):
+        shape, strides, offset, dtype = node.layout_of
+        options = {"strides": strides, "storage_offset": offset, "dtype": dtype}
+        options["device"] = node.call.device
+        proxy = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+        torch_private.forbid_addresses(proxy)
+        proxy._flce = node
+        return proxy
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_compiling() or function in _OF_METADATA:
+            return _by_torch(function, args, kwargs)
+        if function in _HOOKS:
+            return _hooked(function, args, kwargs)
+        try:
+            return _recognised(function, args, kwargs)
+        except Unknown:
+            pass
+        for one in _deferred_in((args, kwargs)):
+            one._flce.make_for(function)
+        if function in torch_private.OF_MEMORY:
+            args, kwargs = mapped(_with_memory(function), (args, kwargs))
+        return _by_torch(function, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kind = _kind_of(function)
+        if _state.expected is not None and kind != "write":
+            return _lazily(function, args, kwargs)
+        if kind == "view":
+            return _viewed(function, args, kwargs)
+        if function in _FACTORIES:
+            return function(args[0]._flce.like(), *args[1:], **kwargs)
+        for one in _deferred_in((args, kwargs)):
+            one._flce.make_for(function)
+        if kind != "write":
+            return function(*mapped(_value, args), **mapped(_value, kwargs))
+        return _written(function, args, kwargs)
+
+
+for _method in (DeferredLogits.__torch_function__, DeferredLogits.__torch_dispatch__):
+    torch_private.run_uncompiled(_method.__func__)
+
+
+def deferred_product(call, linear, x):
+    """The proxy of the product of an nn.Linear."""
+    operands = x, linear.weight, linear.bias
+    call.leaves = _leaves(*operands)
+    shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
+    source = steps.Source(linear, call.leaves[0], (), call.leaves[1:])
+    record = steps.Record((source,), (), shape, dtype, steps.Rows())
+    strides = contiguous_strides(shape)
+    with torch_private.without_torch_function():
+        node = LazyNode(call, record, (shape, strides, 0, dtype))
+        return HeadProduct.apply(DeferredLogits, node, *operands)
+
+
+def _leaves(x, weight, bias):
+    """What flce's graphs end in. Parameters stay themselves, as ZeRO-3 swaps their memory."""
+    made = [x.detach(), weight if weight.is_leaf else weight.detach()]
+    made.append(None if bias is None else bias.detach())
+    for leaf, operand in zip(made, (x, weight, bias), strict=True):
+        if leaf is not None and leaf is not operand and operand.requires_grad:
+            leaf.requires_grad_()
+    return tuple(made)
+
+
+# ---- __torch_function__ ----
+
+
+def _by_torch(function, args, kwargs):
+    with torch_private.without_torch_function():
+        return function(*args, **kwargs)
+
+
+def _is_deferred(value):
+    return isinstance(value, DeferredLogits)
+
+
+def _deferred_in(tree):
+    found = []
+    mapped(lambda one: found.append(one) if _is_deferred(one) else None, tree)
+    return found
+
+
+_SUMS = {torch.add, torch.Tensor.add}
+_COMMUTATIVE = _SUMS | {torch.mul, torch.multiply, torch.Tensor.mul}
+
+
+def _recognised(function, args, kwargs):
+    """What a handler of `operations` returns, with its graph."""
+    node, operands = node_of(args[0]) if args else None, args
+    if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
+        operands = args[::-1]
+        node = node_of(operands[0])
+    require(node is not None and node.record is not None and node.is_pending())
+    handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
+    require(handler is not None and (arity is None or (len(args) == arity and not kwargs)))
+    found = [one for one in (*args, *kwargs.values()) if _is_deferred(one)]
+    for one in found:
+        require(not one._flce.memory.is_touched)
+        with torch_private.without_torch_function():
+            one._flce.has_gradient = one.requires_grad
+    sent_to = anchors_of(found, function in _SUMS) if torch.is_grad_enabled() else None
+    result = handler(function, node, operands, kwargs)
+    if type(result) is _Step:
+        return _steps_by_torch(function, args, kwargs, [result])[0]
+    if isinstance(result, tuple):
+        values = tuple(_steps_by_torch(function, args, kwargs, result))
+        return iter(values) if function is torch.Tensor.__iter__ else values
+    if _is_deferred(result) or not result.requires_grad:
+        return result
+    if sent_to is None:
+        return result.detach()
+    deferred, anchors = sent_to
+    origin, signalled = (function, args, kwargs, deferred), _signalled(deferred)
+    return Routed.apply([result], origin, len(anchors), *anchors, *signalled)
+
+
+def _signalled(proxy):
+    node = proxy._flce
+    return (*node.signalled, proxy) if node.is_signalled else node.signalled
+
+
+def _steps_by_torch(function, args, kwargs, expected):
+    """The function itself, of values that are not made: autograd records it."""
+    before, _state.expected = _state.expected, expected
+    try:
+        with torch_private.without_dispatch_modes():
+            made = _by_torch(function, args, kwargs)
+    finally:
+        _state.expected = before
+    made = [made] if isinstance(made, torch.Tensor) else [*made]
+    proxies = {one._flce: one for one in (*args, *kwargs.values()) if _is_deferred(one)}
+    for value, (origins, record, call) in zip(made, expected, strict=True):
+        value._flce.record, value._flce.call = record, call
+        with torch_private.without_torch_function():
+            if value.grad_fn is not None:
+                found = [node for node in origins if node.has_gradient]
+                anchors = [a for node in found for a in node.anchors or (proxies[node],)]
+                signalled = [one for node in found for one in _signalled(proxies[node])]
+                value._flce.anchors, value._flce.signalled = tuple(anchors), tuple(signalled)
+    return made
+
+
+def _methods(names):
+    found = [getattr(torch.Tensor, name, None) for name in names.split()]
+    return {one if callable(one) else one.__get__ for one in found if one is not None}
+
+
+# Answered without values, by torch itself.
+_OF_METADATA = _methods("""size dim ndimension numel nelement is_floating_point is_complex is_signed
+element_size __len__ is_inference is_conj is_neg shape dtype layout ndim itemsize nbytes is_leaf
+name is_sparse is_quantized is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version
+grad _grad _backward_hooks requires_grad requires_grad_ grad_fn stride is_contiguous storage_offset
+device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device new_zeros new_ones new_full
+new_empty new_tensor __hash__ _is_view""")
+_OF_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+_OF_METADATA |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__}
+
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+def _hooked(function, args, kwargs):
+    """What asks for the gradient gets it. Hooks of FSDP2 and DeepSpeed make weights whole before
+    the backward of what comes before the Tensor: they need no gradient."""
+    node = args[0]._flce
+    hook = kwargs.get("hook", args[1] if len(args) > 1 else None)
+    hook = getattr(hook, "__func__", hook)
+    if (getattr(hook, "__module__", None) or "").startswith(KNOWN_HOOKS):
+        node.is_signalled = bool(node.anchors)
+    else:
+        node.anchors, node.signalled = (), ()
+    return _by_torch(function, args, kwargs)
+
+
+def _with_memory(function):
+    def real(value):
+        if not _is_deferred(value):
+            return value
+        value._flce.memory.is_touched |= torch_private.OF_MEMORY[function]
+        with torch_private.without_torch_function():
+            grad = value.requires_grad
+        return _value(value).detach().requires_grad_(grad)
+
+    return real
+
+
+# ---- __torch_dispatch__ ----
+
+_FACTORIES = {
+    getattr(torch.ops.aten, name).default
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+}
+
+
+# Operators of a single deferred Tensor that give the shape and dtype of the step that they make,
+# in memory of their own: they need not be asked on the meta device.
+_OF_ROWS = {getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp")}
+_OF_ROWS |= {getattr(torch.ops.aten, name) for name in ("_log_softmax", "_softmax", "clone")}
+_OF_ROWS = {getattr(packet, name) for packet in _OF_ROWS for name in packet.overloads()}
+
+
+@functools.cache
+def _kind_of(function):
+    """Of an operator: "write" if it writes to arguments, "view" if results share their memory."""
+    schema = function._schema
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return "write"
+    return "view" if any(r.alias_info is not None for r in schema.returns) else ""
+
+
+def _value(value):
+    """Real values in place of deferred ones."""
+    return value._flce.values() if _is_deferred(value) else value
+
+
+def _written(function, args, kwargs):
+    """An operator that writes to deferred values: into the real ones, which all views share."""
+    mutable = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
+    given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
+    written = {}
+    for one in _deferred_in([given.get(name) for name in mutable]):
+        one._flce.memory.is_touched = True
+        written[id(one._flce.values())] = one
+    made = function(*mapped(_value, args), **mapped(_value, kwargs))
+    return mapped(lambda value: written.get(id(value), value), made)
+
+
+def _viewed(function, args, kwargs):
+    """A view: real if the values are, which then may be written to by others."""
+    one = _deferred_in((args, kwargs))[0]
+    if one._flce.is_pending():
+        return _lazily(function, args, kwargs)
+    one._flce.memory.is_touched = True
+    return function(*mapped(_value, args), **mapped(_value, kwargs))
+
+
+def _lazily(function, args, kwargs):
+    """The result of an operator whose values are not made yet."""
+    first = args[0]
+    if _is_deferred(first) and not kwargs and not any(isinstance(v, _NESTS) for v in args[1:]):
+        found, nodes, named = first._flce, (first._flce, *args[1:]), {}
+        is_step = function in _OF_ROWS
+    else:
+        found = _deferred_in((args, kwargs))[0]._flce
+        nodes, named = mapped(_kept, (args, kwargs))
+        is_step = any(isinstance(v, torch.Tensor) and not _is_deferred(v) for v in args)
+    if is_step:
+        record = _state.expected[0].record
+        layout = record.shape, contiguous_strides(record.shape), 0, record.dtype
+        return DeferredLogits(LazyNode(found.call, None, layout, (function, nodes, named, None)))
+    metas, of_metas = mapped(lambda n: n.layout() if isinstance(n, Node) else n, (nodes, named))
+    if "device" in of_metas:
+        of_metas["device"] = torch.device("meta")
+    made = function(*metas, **of_metas)
+    parent = found if _kind_of(function) == "view" else None
+
+    def proxy(meta, pick=None):
+        layout = meta.shape, meta.stride(), meta.storage_offset(), meta.dtype
+        node = LazyNode(found.call, None, layout, (function, nodes, named, pick), parent)
+        node.meta = meta
+        return DeferredLogits(node)
+
+    if isinstance(made, torch.Tensor):
+        return proxy(made)
+    return [proxy(meta, i) for i, meta in enumerate(made)]
+
+
+_NESTS = (torch.Tensor, tuple, list)
+
+
+def _kept(value):
+    """An argument by its value: the caller may write to an index or a vector later."""
+    if _is_deferred(value):
+        return value._flce
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def contiguous_strides(shape):
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))

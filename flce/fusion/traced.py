@@ -1,0 +1,119 @@
+"""Deferred logits in a graph of torch.compile: a Tensor on the meta device."""
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from .. import torch_private
+from .node import TracedNode, node_of
+from .operations import HANDLERS
+from .steps import Unknown, require
+
+
+def _functions(names):
+    """Methods of Tensor, and what reads its properties, as __torch_function__ gets them."""
+    found = [getattr(torch.Tensor, name) for name in names.split()]
+    return {function if callable(function) else function.__get__ for function in found}
+
+
+# Answered from the shape, dtype and device, while there are no real logits.
+_ANSWERED = _functions("""size dim ndimension numel nelement is_floating_point is_complex is_signed
+element_size __len__ is_inference is_conj is_neg shape dtype layout ndim itemsize nbytes is_leaf
+name is_sparse is_quantized is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version
+grad _grad grad_fn _backward_hooks""")
+_ANSWERED |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+_OF_LAYOUT = _functions("stride is_contiguous storage_offset")
+# They take no more than dtype and device from the logits.
+_OF_LIKE = _functions("""device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device
+new_zeros new_ones new_full new_empty new_tensor""")
+_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+# A hook on the logits would not see the gradient of a loss that was computed without them.
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+
+def _dispatch(cls, function, types, args=(), kwargs=None):
+    """__torch_function__: the result of a function one of whose arguments is deferred."""
+    kwargs = kwargs or {}
+    if _is_asked_by_compiler():
+        with torch_private.without_torch_function():
+            return function(*args, **kwargs)
+    operands, node = args, node_of(args[0]) if args else None
+    if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
+        operands = args[::-1]
+        node = node_of(operands[0])
+    if node is not None and node.is_pending():
+        try:
+            return _proxies(function, _answered_without_logits(function, node, operands, kwargs))
+        except Unknown:
+            pass
+    return function(*_materialized(args, function), **_materialized(kwargs, function))
+
+
+def _proxies(function, result):
+    """What a handler returns, with proxies for its Nodes."""
+    if isinstance(result, TracedNode):
+        return proxy_of(result)
+    if isinstance(result, tuple) and result and isinstance(result[0], TracedNode):
+        proxies = tuple([proxy_of(one) for one in result])
+        return iter(proxies) if function is torch.Tensor.__iter__ else proxies
+    return result
+
+
+# torch.compile traces _dispatch as a part of the function that calls it. Called by itself, after a
+# break of the graph, it runs uncompiled, with all that it calls: torch.compile does not guard by an
+# argument that is a function of torch, so a graph for one function would serve the next.
+torch_private.run_uncompiled(_dispatch)
+
+
+def _is_asked_by_compiler():
+    """Whether torch.compile itself calls, to describe a Tensor that a graph is given: the proxy is,
+    whether there are real logits or not. A call that it traces is none of its own."""
+    return not is_dynamo_compiling() and torch_private.is_faking()
+
+
+def _answered_without_logits(function, node, args, kwargs):
+    handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
+    if handler is not None:
+        require(arity is None or (len(args) == arity and not kwargs))
+        return handler(function, node, args, kwargs)
+    if function in _OF_LAYOUT or function in _OF_LIKE:
+        like = node.layout() if function in _OF_LAYOUT else node.like()
+        return function(like, *args[1:], **kwargs)
+    if function == _REQUIRES_GRAD:
+        # In the forward of a custom autograd Function, which saves what its backward needs.
+        return node.call.requires_grad and not torch.is_grad_enabled()
+    if function in _ANSWERED:
+        with torch_private.without_torch_function():
+            return function(*args, **kwargs)
+    if function in _HOOKS and node.call.loss_is_done:
+        raise RuntimeError(
+            f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
+            "from, got logits whose loss was computed without them"
+        )
+    raise Unknown
+
+
+def _materialized(value, function):
+    """`value` with real Tensors for all that is deferred in it: in lists, tuples, dicts."""
+    node = node_of(value)
+    if node is not None:
+        return node.make_for(function)
+    if isinstance(value, dict):
+        return {name: _materialized(item, function) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_materialized(item, function) for item in value)
+    return value
+
+
+class TracedLogits(torch.Tensor):
+    """Deferred logits under torch.compile, which traces no wrapper. On the meta device: code that
+    does not ask __torch_function__ finds no values."""
+
+    __torch_function__ = classmethod(_dispatch)
+
+
+def proxy_of(node):
+    """What the caller holds for a Node."""
+    proxy = torch.empty_like(node.layout()).as_subclass(TracedLogits)
+    proxy._flce = node
+    return proxy

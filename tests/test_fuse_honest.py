@@ -1,0 +1,446 @@
+"""Deferred logits are a tensor like any other: whatever reaches them, values and gradients are
+those of real logits, and hooks run as often."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import on_ranks
+from tiny_models import BATCH, HIDDEN, IDS, LENGTH, VOCAB, LogitsMade, Model, equal, same, whole
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import flce
+
+pytestmark = pytest.mark.filterwarnings("ignore:flce.fuse", "ignore:.*torch.jit.*")
+Y = IDS.flatten()
+
+
+def results(model, loss_of):
+    """(the loss, the gradients, how often each parameter's hook ran)"""
+    model.zero_grad(set_to_none=True)
+    counts = [0] * len(list(model.parameters()))
+
+    def count(i, parameter):
+        counts[i] += 1
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(functools.partial(count, i))
+        for i, p in enumerate(model.parameters())
+    ]
+    loss = loss_of(model(IDS)[1])
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return loss.detach(), [p.grad for p in model.parameters()], counts
+
+
+def compare(loss_of, use=same, **options):
+    model = Model(use)
+    expected = results(model, loss_of)
+    with flce.fuse(model, when="always", **options) as handle:
+        got = results(model, loss_of)
+    equal(got[0], expected[0], 1e-11)
+    for one, other in zip(got[1], expected[1], strict=True):
+        equal(one, other, 1e-11)
+    assert got[2] == expected[2]
+    return handle
+
+
+# ---- ways around __torch_function__ ----
+
+
+@torch.jit.script
+def scripted_lse(z: torch.Tensor, temperature: float) -> torch.Tensor:
+    return torch.logsumexp(z / temperature, -1).mean()
+
+
+@torch.jit.script
+def scripted_loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(z.flatten(0, 1), y)
+
+
+def disabled(z):
+    with torch._C.DisableTorchFunctionSubclass():
+        return F.cross_entropy(z.flatten(0, 1), Y)
+
+
+class OwnLoss(torch.autograd.Function):
+    """As Liger's, Megatron's and apex's: values in the forward, the gradient of them saved."""
+
+    @staticmethod
+    def forward(ctx, z, y):
+        p = z.float().softmax(-1).to(z.dtype)
+        ctx.save_for_backward(p, y)
+        return F.nll_loss(z.log_softmax(-1), y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        p, y = ctx.saved_tensors
+        return gradient * (p - F.one_hot(y, p.shape[-1])) / len(y), None
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Doubled(Passed):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def flat_loss(z):
+    return F.cross_entropy(z.flatten(0, 1), Y)
+
+
+def leaf(z):
+    """As of gradient caching: the backward of the loss ends at the logits, and is sent on."""
+    own = z.detach().requires_grad_()
+    loss = flat_loss(own)
+    (gradient,) = torch.autograd.grad(loss, own)
+    return loss.detach() + (z * (gradient + 0)).sum() - (z.detach() * gradient).sum()
+
+
+WAYS = {
+    "script, logsumexp": lambda z: scripted_lse(z, 0.7),
+    "script, cross entropy": lambda z: scripted_loss(z, Y),
+    "vmap": lambda z: torch.vmap(F.cross_entropy)(z, IDS).mean(),
+    "DisableTorchFunctionSubclass": disabled,
+    "a custom Function": lambda z: OwnLoss.apply(z.flatten(0, 1), Y),
+    "a custom Function and a loss": lambda z: OwnLoss.apply(z.flatten(0, 1), Y) + flat_loss(z),
+    "through a custom Function": lambda z: flat_loss(Passed.apply(z)),
+    "a Function that changes gradients": lambda z: flat_loss(Doubled.apply(z)),
+    "one Function of two values": lambda z: flat_loss(Doubled.apply(z)) + z.logsumexp(-1).mean(),
+    "a leaf": leaf,
+    "foreach": lambda z: sum(x.logsumexp(-1).mean() for x in torch._foreach_mul([z, z], 2.0)),
+    "checkpointed loss": lambda z: torch.utils.checkpoint.checkpoint(
+        flat_loss, z, use_reentrant=False
+    ),
+    "checkpointed loss, reentrant": lambda z: torch.utils.checkpoint.checkpoint(
+        flat_loss, z, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_to_the_logits(name):
+    compare(WAYS[name])
+
+
+def test_a_gradient_without_values_passes_a_function():
+    """No logits are made, and no gradient of them."""
+    ids = torch.randint(VOCAB, (16, 32))
+    model = Model(dtype=torch.float32)
+    with flce.fuse(model, when="always", strict=True, save="stats", max_memory="16KiB") as handle:
+        with LogitsMade(16 * 32, VOCAB) as seen:
+            F.cross_entropy(Passed.apply(model(ids)[1]).flatten(0, 1), ids.flatten()).backward()
+    assert handle.losses and not handle.reads and len(seen.found) <= 1  # the view of Passed
+
+
+# ---- gradients that are asked for ----
+
+
+def gradient_of_logits(z):
+    (gradient,) = torch.autograd.grad(flat_loss(z), z, retain_graph=True)
+    return (z * gradient).sum() + flat_loss(z / 2)
+
+
+def hooked(z):
+    """By a hook, after the loss is computed."""
+    seen = []
+    loss = flat_loss(z) + z.logsumexp(-1).mean()
+    z.register_hook(lambda gradient: seen.append(gradient.abs().sum()))
+    loss.backward(retain_graph=True)
+    return loss + seen[0]
+
+
+def hooked_to_a_step(z):
+    seen = []
+    rows = z[:, 1:] / 3
+    rows.register_hook(lambda gradient: seen.append(gradient.abs().sum()))
+    loss = F.cross_entropy(rows.flatten(0, 1), IDS[:, 1:].flatten())
+    loss.backward(retain_graph=True)
+    return loss + seen[0]
+
+
+def changed_by_a_hook(z):
+    z.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return flat_loss(z)
+
+
+def retained(z):
+    z.retain_grad()
+    loss = flat_loss(z)
+    loss.backward(retain_graph=True)
+    return loss + z.grad.square().sum()
+
+
+def of_several_tensors(z):
+    """retain_graph, then gradients of the loss and of a value of the logits."""
+    loss, lse = flat_loss(z), z.logsumexp(-1)
+    one, other = torch.autograd.grad([loss, lse.mean()], [z, lse], retain_graph=True)
+    return loss + (one * z.detach()).sum().detach() + (other * lse.detach()).sum()
+
+
+ASKED = (gradient_of_logits, hooked, hooked_to_a_step, changed_by_a_hook, retained)
+ASKED += (of_several_tensors,)
+
+
+@pytest.mark.parametrize("loss_of", ASKED)
+def test_gradients_of_the_logits(loss_of):
+    compare(loss_of)
+
+
+# ---- what is written to ----
+
+
+def as_numpy(z):
+    with torch.no_grad():
+        kept = z.log_softmax(-1)
+        z.detach().numpy()[..., 7] = -50.0
+    return flat_loss(z) + kept[..., 7].sum()
+
+
+def as_data(z):
+    kept = z.clone()
+    z.data.mul_(0.5)
+    return kept.square().mean() + flat_loss(z)
+
+
+def as_dlpack(z):
+    kept = z.logsumexp(-1).sum().detach()
+    torch.from_dlpack(z.detach())[0].zero_()
+    return flat_loss(z) + kept
+
+
+def through_a_view(z):
+    rows, half = z.view(-1, VOCAB), z * 0.5
+    rows[3].mul_(2)
+    return flat_loss(z) + flat_loss(half)
+
+
+def in_place(z):
+    return flat_loss(z.mul(2).add_(1).div_(3))
+
+
+def an_index(z):
+    rows = torch.tensor([0, 2, 4])
+    some = z.flatten(0, 1)[rows]
+    lse = z.logsumexp(-1).sum()
+    with torch.no_grad():
+        rows += 1
+    return some.detach().logsumexp(-1).sum() + lse
+
+
+def a_mask(z):
+    keep = Y % 2 == 0
+    some = z.flatten(0, 1).detach()[keep]
+    lse = z.logsumexp(-1).sum()
+    keep.copy_(keep.roll(1))
+    return -(some.softmax(-1) * some.log_softmax(-1)).sum() + lse
+
+
+def a_target(z):
+    buffer = Y.clone().numpy()
+    target, logp = torch.from_numpy(buffer), z.log_softmax(-1).flatten(0, 1)
+    first = logp.gather(-1, target[:, None]).sum().detach()
+    buffer[:] = buffer[::-1].copy()
+    return first + logp.gather(-1, target[:, None]).square().sum()
+
+
+def selected_log_p(z):
+    """A copy in torch, which may be written to."""
+    logp = z.flatten(0, 1).log_softmax(-1)[Y % 2 == 0]
+    logp[:, 0] = -100.0
+    return -logp.max(-1)[0].mean()
+
+
+def of_inference(z):
+    with torch.inference_mode():
+        accuracy = (z.argmax(-1) == IDS).double().mean()
+    return flat_loss(z) + 10 * z.logsumexp(-1).square().mean() + z.square().mean() + float(accuracy)
+
+
+WRITTEN = (as_numpy, as_data, as_dlpack, through_a_view, in_place, an_index, a_mask, a_target)
+WRITTEN += (selected_log_p, of_inference)
+
+
+@pytest.mark.parametrize("loss_of", WRITTEN)
+def test_values_are_of_their_time(loss_of):
+    compare(loss_of)
+
+
+def test_an_address_is_refused():
+    """C++ that asks for it, here DLPack's: there is none."""
+    model = Model()
+    with flce.fuse(model, when="always"), torch.no_grad():
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.utils.dlpack.to_dlpack(model(IDS)[1])
+
+
+def test_a_second_call_with_equal_targets_is_known():
+    model = Model()
+    with flce.fuse(model, when="always") as handle:
+        logp = model(IDS)[1].log_softmax(-1)
+        for target in (IDS, IDS.clone(), IDS.roll(1, 1)):
+            logp.gather(-1, target[..., None])
+    assert sum(handle.losses.values()) == 2
+
+
+# ---- functions of another meaning ----
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        args = (args[0], args[1] * 2, *args[2:]) if function is F.linear else args
+        return function(*args, **(kwargs or {}))
+
+
+LINEAR, FORWARD, CROSS_ENTROPY = F.linear, nn.Linear.forward, F.cross_entropy
+REPLACED = {
+    "F.linear": (F, "linear", lambda x, w, b=None: LINEAR(x, w * 2, b)),
+    "nn.Linear.forward": (nn.Linear, "forward", lambda s, x: LINEAR(x, s.weight * 2, s.bias)),
+    "F.cross_entropy": (F, "cross_entropy", lambda z, y: CROSS_ENTROPY(z * 2, y)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_functions(name, monkeypatch):
+    monkeypatch.setattr(*REPLACED[name])
+    handle = compare(flat_loss)
+    assert list(handle.fallbacks) == [f"{name} was replaced"] and not handle.losses
+
+
+def test_a_function_mode():
+    model = Model()
+    with Twice():
+        expected = flat_loss(model(IDS)[1])
+        with flce.fuse(model, when="always") as handle:
+            equal(flat_loss(model(IDS)[1]), expected)
+    assert list(handle.fallbacks) == ["the torch function mode Twice is active"]
+    with flce.fuse(model, when="always", strict=True), torch.device("cpu"):
+        flat_loss(model(IDS)[1])
+
+
+def test_a_hook_of_accelerate():
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Halved(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output * 0.5
+
+    model = Model()
+    hooks.add_hook_to_module(model.lm_head, Halved())
+    expected = flat_loss(model(IDS)[1])
+    with flce.fuse(model, when="always", strict=True) as handle:
+        equal(flat_loss(model(IDS)[1]), expected)
+    assert list(handle.losses) == ["scale 0.5"]
+
+
+def test_addresses_of_kept_values_do_not_matter():
+    """Memory of a target that was freed serves the next one."""
+    model = Model()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        expected = model(IDS)[1].log_softmax(-1)
+        with flce.fuse(model, when="always"):
+            logp = model(IDS)[1].log_softmax(-1)
+            for i in range(9):
+                target = torch.full((BATCH, LENGTH, 1), i)
+                equal(logp.gather(-1, target), expected.gather(-1, target))
+
+
+# ---- several processes ----
+
+
+class Parts(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.norm, self.lm_head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, ids, labels=None):
+        x = self.embedding(ids)
+        logits = self.lm_head(self.norm(x + torch.tanh(self.body(x))))
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss, logits
+
+
+UNITS = [  # (tied, the head's unit, reshard_after_forward, when, read after the backward)
+    (True, ("embedding", "lm_head"), True, "always", False),
+    (False, ("norm", "lm_head"), True, "labels", True),
+    (False, ("norm", "lm_head"), False, "labels", True),
+    (False, ("norm", "lm_head"), True, "always", False),
+    (False, ("norm", "lm_head"), False, "always", True),
+    (False, ("lm_head",), False, "labels", True),
+    (False, ("lm_head",), True, "always", True),
+]
+
+
+def steps_of(fused, tied, unit, reshard, when, reads, save):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, rank = Parts(tied), torch.distributed.get_rank()
+    handle = flce.fuse(model, when=when, strict=True, save=save) if fused else None
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    modules = [getattr(model, name) for name in unit]
+    modules = modules if len(modules) > 1 else modules[0]
+    fully_shard(modules, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    optimizer, made = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for step in range(3):
+        ids = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(9 * step + rank))
+        loss, logits = model(ids, ids) if when == "labels" else model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten()) if loss is None else loss
+        loss.backward()
+        made += [loss.detach(), *([logits.detach() + 0] if reads else [])]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle is None or (sum(handle.losses.values()) == 3 and not handle.fallbacks)
+    return made, [whole(p.detach()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("save", ["grads", "stats"])
+@on_ranks(2)
+def test_units_of_fsdp2(save):
+    for case in UNITS:
+        expected, got = (steps_of(fused, *case, save) for fused in (False, True))
+        for one, other in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
+            equal(one, other, 1e-4)
+
+
+class Auxiliary(Model):
+    def forward(self, ids, labels):
+        x = self.body(self.embedding(ids))
+        loss = OwnLoss.apply(self.lm_head(x).flatten(0, 1), labels.flatten())
+        return loss + x.square().mean()
+
+
+@on_ranks(2)
+def test_a_custom_function_and_an_auxiliary_loss_under_ddp():
+    rank, made = torch.distributed.get_rank(), []
+    ids = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(rank))
+    for fused in (False, True):
+        model = Auxiliary(body=nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64))
+        if fused:
+            flce.fuse(model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped(ids, labels=ids).backward()
+        made.append([p.grad for p in model.parameters()])
+    for one, other in zip(*made, strict=True):
+        equal(one, other)
+        gathered = [torch.empty_like(one) for _ in range(2)]
+        torch.distributed.all_gather(gathered, one)
+        equal(*gathered)
