@@ -6,8 +6,10 @@ that its operator has already produced: on a GPU the kernels are running by then
 of the Function is hidden.
 """
 
+import contextlib
 import functools
 import math
+import threading
 
 import torch
 
@@ -154,10 +156,31 @@ class LinearCrossEntropy(torch.autograd.Function):
         return _run_backward(ctx, save, saved, (grad_output, grad_stats, grad_classes), wanted)
 
 
+class _Nested(threading.local):
+    """wants_all: a backward within another one computes the gradients of all leaves, and does not
+    ask the engine, which is slow for leaves whose gradients are returned."""
+
+    wants_all = False
+
+
+_nested = _Nested()
+
+
+@contextlib.contextmanager
+def all_gradients_wanted():
+    _nested.wants_all = True
+    try:
+        yield
+    finally:
+        _nested.wants_all = False
+
+
 def _wanted_gradients(ctx):
     """Which gradients of input, linear_weight and linear_bias the running backward computes. They
     are fewer than in ctx.needs_input_grad if it was called for some leaves only, as in pipeline
     schedules that compute the gradients of inputs and of weights apart."""
+    if _nested.wants_all:
+        return tuple(ctx.needs_input_grad[:3])
     wanted, nodes = [], ctx.next_functions
     for i, needed in enumerate(ctx.needs_input_grad[:3]):
         if needed:

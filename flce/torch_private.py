@@ -32,6 +32,15 @@ def nested_gradients(values, leaves, gradients, keeps):
     )
 
 
+def is_executed(node):
+    """Whether the running backward executes a node of autograd, or returns its gradient (1.13 to
+    2.14)."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
+        return True
+
+
 def backward_now():
     """A number of the backward that runs in this thread; -1 without (1.13 to 2.14)."""
     return torch._C._current_graph_task_id()

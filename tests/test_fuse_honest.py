@@ -331,6 +331,30 @@ def test_a_function_mode():
         flat_loss(model(IDS)[1])
 
 
+COMPILED = {
+    "recognised": (flat_loss, True),
+    "not recognised": (lambda z: (z - z.amax(-1, keepdim=True)).exp().sum(-1).log().mean(), False),
+    "rows": (lambda z: torch.stack([row.logsumexp(-1) for row in z]).mean(), True),
+    "in place": (lambda z: F.cross_entropy(z.mul(2).div_(0.7).flatten(0, 1), Y), False),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_loss_of_an_eager_model(name):
+    loss_of, is_fused = COMPILED[name]
+    torch._dynamo.reset()
+    handle = compare(torch.compile(loss_of, backend="aot_eager"))
+    assert bool(handle.losses) == is_fused
+
+
+def test_a_whole_graph_of_deferred_logits_is_refused():
+    model = Model()
+    with flce.fuse(model, when="always"):
+        logits = model(IDS)[1]
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(flat_loss, backend="eager", fullgraph=True)(logits)
+
+
 def test_a_hook_of_accelerate():
     hooks = pytest.importorskip("accelerate.hooks")
 
@@ -357,6 +381,28 @@ def test_addresses_of_kept_values_do_not_matter():
             for i in range(9):
                 target = torch.full((BATCH, LENGTH, 1), i)
                 equal(logp.gather(-1, target), expected.gather(-1, target))
+
+
+def test_a_head_of_two_models():
+    one, other = Model(), Model()
+    other.lm_head = one.lm_head
+    first = flce.fuse(one)
+    with pytest.warns(UserWarning, match="lm_head belongs to another model, Model, too"):
+        second = flce.fuse(other)
+    assert second.is_attached() and not first.is_attached()
+    second.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flce.fuse(one)
+        flce.fuse(nn.ModuleDict({"inner": one}), head="inner.lm_head").remove()
+
+
+def test_accumulation_of_a_slice_of_the_classes():
+    def loss_of(z):
+        return F.cross_entropy(z[..., 10:40].flatten(0, 1), Y % 30)
+
+    handle = compare(loss_of, accumulate_into="grad")
+    assert list(handle.fallbacks) == ["accumulate_into does not serve a slice of the classes"]
 
 
 # ---- several processes ----

@@ -341,11 +341,11 @@ _FACTORIES = {
 }
 
 
-# Operators of a single deferred Tensor that give the shape and dtype of the step that they make,
-# in memory of their own: they need not be asked on the meta device.
-_OF_ROWS = {getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp")}
-_OF_ROWS |= {getattr(torch.ops.aten, name) for name in ("_log_softmax", "_softmax", "clone")}
+# Operators that give the shape of the step that they make, in memory of their own, and its dtype or
+# that of their operand: they need not be asked on the meta device.
+_OF_ROWS = {getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp", "clone")}
 _OF_ROWS = {getattr(packet, name) for packet in _OF_ROWS for name in packet.overloads()}
+_SOFTMAXES = {torch.ops.aten._log_softmax.default, torch.ops.aten._softmax.default}
 
 
 @functools.cache
@@ -385,19 +385,23 @@ def _viewed(function, args, kwargs):
 
 def _lazily(function, args, kwargs):
     """The result of an operator whose values are not made yet."""
-    first = args[0]
-    if _is_deferred(first) and not kwargs and not any(isinstance(v, _NESTS) for v in args[1:]):
-        found, nodes, named = first._flce, (first._flce, *args[1:]), {}
-        is_step = function in _OF_ROWS
+    first, others = args[0], [v for v in args if isinstance(v, torch.Tensor)]
+    is_flat = _is_deferred(first) and len(others) == 1 and not any(map(_nests_tensors, args))
+    if is_flat:
+        found, nodes, named = first._flce, (first._flce, *args[1:]), kwargs
     else:
         found = _deferred_in((args, kwargs))[0]._flce
         nodes, named = mapped(_kept, (args, kwargs))
-        is_step = any(isinstance(v, torch.Tensor) and not _is_deferred(v) for v in args)
-    if is_step:
+    is_known = function in _OF_ROWS or function in _SOFTMAXES
+    if (is_flat and is_known) or not all(map(_is_deferred, others)):
         record = _state.expected[0].record
-        layout = record.shape, contiguous_strides(record.shape), 0, record.dtype
+        dtype = found.layout_of[-1] if function in _OF_ROWS else record.dtype
+        layout = record.shape, contiguous_strides(record.shape), 0, dtype
         return DeferredLogits(LazyNode(found.call, None, layout, (function, nodes, named, None)))
-    metas, of_metas = mapped(lambda n: n.layout() if isinstance(n, Node) else n, (nodes, named))
+    if is_flat:
+        metas, of_metas = (found.layout(), *args[1:]), dict(kwargs)
+    else:
+        metas, of_metas = mapped(_layout_of, (nodes, named))
     if "device" in of_metas:
         of_metas["device"] = torch.device("meta")
     made = function(*metas, **of_metas)
@@ -414,7 +418,12 @@ def _lazily(function, args, kwargs):
     return [proxy(meta, i) for i, meta in enumerate(made)]
 
 
-_NESTS = (torch.Tensor, tuple, list)
+def _nests_tensors(value):
+    return type(value) in (list, tuple) and any(isinstance(one, torch.Tensor) for one in value)
+
+
+def _layout_of(value):
+    return value.layout() if isinstance(value, Node) else value
 
 
 def _kept(value):

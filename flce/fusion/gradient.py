@@ -6,12 +6,14 @@ no values until somebody reads them: that passes hooks and custom Functions as a
 `HeadProduct` runs flce's graph, after the hooks that make the weights whole.
 """
 
+import contextlib
 import weakref
 
 import torch
 from torch.utils._pytree import tree_map
 
 from .. import torch_private
+from ..autograd import all_gradients_wanted
 from .node import whole_product
 from .steps import require
 
@@ -129,7 +131,7 @@ class HeadProduct(torch.autograd.Function):
             parts, real = gradient.split(ctx.flce_call)
         found = [None] * 3
         if parts:
-            found = _of_parts(ctx.flce_call, parts)
+            found = _of_parts(ctx, parts)
         if real is not None:
             of_real = _of_product(ctx, real)
             found = [
@@ -139,14 +141,19 @@ class HeadProduct(torch.autograd.Function):
         return None, None, *found
 
 
-def _of_parts(call, parts):
+def _of_parts(ctx, parts):
     """The gradients of a call's leaves by the graphs of flce, in one run for all new Parts."""
-    new = [part for part in parts if part.found is None]
+    call, new = ctx.flce_call, [part for part in parts if part.found is None]
     if new:
         calls = {id(one): one for part in new for one in part.calls}
-        leaves = [leaf for one in calls.values() for leaf in one.leaves if leaf is not None]
-        leaves = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
-        found = _run(new, leaves, any(one.accumulates for one in calls.values()))
+        wanted = _wanted_leaves(ctx) if len(calls) == 1 else None
+        leaves = {id(leaf): leaf for one in calls.values() for leaf in one.leaves}
+        leaves = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
+        asked = [leaf for leaf in leaves if wanted is None or id(leaf) in wanted]
+        accumulates = any(one.accumulates for one in calls.values())
+        is_full = len(asked) == len(leaves) and not accumulates
+        with all_gradients_wanted() if is_full else contextlib.nullcontext():
+            found = _run(new, asked, accumulates)
         for part in new:
             part.found = found
     sums = [None] * len(call.leaves)
@@ -155,6 +162,14 @@ def _of_parts(call, parts):
             if (one := found.get(id(leaf))) is not None:
                 sums[i] = one if sums[i] is None else sums[i] + one
     return sums
+
+
+def _wanted_leaves(ctx):
+    """{id of a leaf} for those whose gradients the running backward computes, as in pipeline
+    schedules that compute those of inputs and of weights apart."""
+    nodes = ctx.next_functions  # of Tensors alone
+    wanted = [i for i, is_one in enumerate(ctx.needs_input_grad[2:]) if is_one]
+    return {id(ctx.flce_call.leaves[i]) for i in wanted if torch_private.is_executed(nodes[i][0])}
 
 
 def _run(parts, leaves, accumulates):

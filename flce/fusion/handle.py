@@ -305,6 +305,11 @@ def _label_positions(model):
     return [i for i, name in enumerate(parameters) if _is_label(name)]
 
 
+def _are_nested(model, other):
+    """Whether a model was taken from the other one, or wraps it; or the other one is freed."""
+    return other is None or model in {*other.modules()} or other in {*model.modules()}
+
+
 def _heads_to_fuse(model, head):
     """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
     found = heads.heads_of(model, head)
@@ -321,7 +326,13 @@ def _heads_to_fuse(model, head):
                 raise ValueError(
                     f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
                 )
-            fusion.remove()  # of a model that this one was taken from, or wraps
+            if not _are_nested(model, fusion.model):
+                warnings.warn(
+                    f"flce.fuse: {name} belongs to another model, {type(fusion.model).__name__}, "
+                    "too, which is not fused any more",
+                    stacklevel=3,
+                )
+            fusion.remove()
     return found
 
 

@@ -64,6 +64,9 @@ def _fused(node, record, target, options, dropped=()):
         dtype = call.product_dtype(sources[0].x)
         cuts_weight = has_probabilities or options.get("weight") is not None
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
+        is_cut = weight.requires_grad and not weight.is_leaf
+        if is_cut and sources[0].parameters()[0].is_leaf and chosen.get("accumulate_into"):
+            return call.fusion.fall_back("accumulate_into does not serve a slice of the classes")
         given = {"linear_bias": bias, **derived, **options, **chosen}
         made = linear_cross_entropy(sharded.replicated(x, weight), weight, target, **given)
         call.fusion.note_loss(steps.key_of(record))
