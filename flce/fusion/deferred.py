@@ -392,10 +392,12 @@ def _lazily(function, args, kwargs):
     else:
         found = _deferred_in((args, kwargs))[0]._flce
         nodes, named = mapped(_kept, (args, kwargs))
-    is_known = function in _OF_ROWS or function in _SOFTMAXES
-    if (is_flat and is_known) or not all(map(_is_deferred, others)):
-        record = _state.expected[0].record
-        dtype = found.layout_of[-1] if function in _OF_ROWS else record.dtype
+    record = _state.expected[0].record if _state.expected else None
+    is_known = function in _OF_ROWS
+    if is_known and len(others) > 1:
+        is_known = all(one.shape == record.shape for one in others if _is_deferred(one))
+    if is_known or function in _SOFTMAXES or not all(map(_is_deferred, others)):
+        dtype = found.layout_of[-1] if is_known and len(others) == 1 else record.dtype
         layout = record.shape, contiguous_strides(record.shape), 0, dtype
         return DeferredLogits(LazyNode(found.call, None, layout, (function, nodes, named, None)))
     if is_flat:
