@@ -120,17 +120,24 @@ FLCE_TERM flce_real flce_jsd_terms(flce_real beta, const flce_real* log_m, const
 FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta,
                                           const flce_real* log_m, const flce_real* series,
                                           flce_real p, flce_real q, flce_real d, flce_real* value) {
-  if (kind == FLCE_JSD) return flce_jsd_terms(beta, log_m, series, p, q, d, value);
   const bool near = fabs(d) <= (flce_real)FLCE_NEAR;
   const flce_real p_d = p > 0 ? p * d : 0, q_d = q > 0 ? q * d : 0;
-  if (kind == FLCE_FORWARD_KL) {
-    const flce_real square = FLCE_IF(near, q_d * d * flce_square_part(d));
-    *value = near ? square : p - q - q_d;
-    return near ? q_d + square : p - q;
+  flce_real square;
+  switch (kind) {
+    case FLCE_FORWARD_KL:
+      square = FLCE_IF(near, q_d * d * flce_square_part(d));
+      *value = near ? square : p - q - q_d;
+      return near ? q_d + square : p - q;
+    case FLCE_REVERSE_KL:
+      square = FLCE_IF(near, p_d * d * flce_square_part(-d));
+      *value = near ? square : q - p + p_d;
+      return p_d;
+    case FLCE_JSD:
+      return flce_jsd_terms(beta, log_m, series, p, q, d, value);
+    case FLCE_NO_DIVERGENCE:
+      break;
   }
-  const flce_real square = FLCE_IF(near, p_d * d * flce_square_part(-d));
-  *value = near ? square : q - p + p_d;
-  return p_d;
+  return *value = NAN;
 }
 
 /* `mean` of dz, the sum of flce_divergence_terms over that of p: p (grad_term / p - mean) nearly
@@ -149,9 +156,19 @@ FLCE_TERM flce_real flce_divergence_mean(flce_divergence kind, flce_real sum, fl
  * do not cancel, and the larger of both is taken. */
 FLCE_TERM flce_real flce_gradient_bound(flce_divergence kind, flce_real beta, flce_real value,
                                         flce_real mean) {
-  if (kind == FLCE_FORWARD_KL) return (flce_real)fmin(2.0, sqrt(2.0 * (double)value));
-  const double w = kind == FLCE_JSD ? 1.0 - (double)beta : 1.0;
-  const double t = kind == FLCE_JSD ? fmax((double)mean, (double)(beta * value)) : (double)value;
+  double w = 1.0, t = (double)value;
+  switch (kind) {
+    case FLCE_FORWARD_KL:
+      return (flce_real)fmin(2.0, sqrt(2.0 * (double)value));
+    case FLCE_JSD:
+      w = 1.0 - (double)beta;
+      t = fmax((double)mean, (double)(beta * value));
+      break;
+    case FLCE_REVERSE_KL:
+      break;
+    case FLCE_NO_DIVERGENCE:
+      return NAN;
+  }
   return (flce_real)(2.0 * (t + w * fmin(1.0, sqrt(t / (2.0 * w)))));
 }
 

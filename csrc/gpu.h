@@ -68,7 +68,8 @@ static inline int64_t flce_order_aligned(int64_t bytes) {
 
 static inline flce_status flce_check_order(int64_t tokens, int64_t vocab) {
   if (tokens <= INT32_MAX && vocab <= INT32_MAX) return FLCE_OK;
-  return flce_fail(FLCE_UNSUPPORTED, "order_targets: at most %d tokens and classes, got %lld, %lld",
+  return flce_fail(FLCE_UNSUPPORTED,
+                   "tokens, vocab: expected at most %d of each on CUDA, got %lld and %lld",
                    INT32_MAX, (long long)tokens, (long long)vocab);
 }
 

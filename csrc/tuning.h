@@ -11,12 +11,12 @@ extern "C" {
 
 /* Device memory of a GEMM to be timed, with the shapes, pitches and alignments of that GEMM. */
 typedef struct flce_gemm_operands {
-  const void* a;           /* flce_gemm.a */
-  const void* b;           /* flce_gemm.b */
-  void* c;                 /* flce_gemm.c */
-  const void* bias;        /* flce_gemm.bias; may be NULL if the GEMM has none */
-  void* workspace;         /* scratch of the GEMM */
-  int64_t workspace_bytes; /* of `workspace` */
+  const void* a;    /* flce_gemm.a */
+  const void* b;    /* flce_gemm.b */
+  void* c;          /* flce_gemm.c */
+  const void* bias; /* flce_gemm.bias; may be NULL if the GEMM has none */
+  void* workspace;  /* scratch of the GEMM */
+  int64_t a_bytes, b_bytes, c_bytes, bias_bytes, workspace_bytes; /* of this memory */
 } flce_gemm_operands;
 
 /* The functions of the tuner. A GEMM is identified by a line of text, here called a product: the

@@ -10,8 +10,15 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
-from .options import CHOICES, DTYPES, GRADIENTS, code_of, replaced, value_of
-from .validate import check_same_device, check_shape, refuse, refuse_vmap
+from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, code_of, replaced, value_of
+from .validate import (
+    check_same_device,
+    check_shape,
+    check_vector,
+    is_equal,
+    refuse,
+    refuse_vmap,
+)
 
 # What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
 # few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
@@ -115,9 +122,17 @@ def _check_call(input, linear_weight, target, linear_bias, integers, *vectors):
     return shape
 
 
+def _checked_lists(rest):
+    """lists_of, with as many integers as their names."""
+    lists = lists_of(rest)
+    if len(lists[2]) != len(INTEGERS) + 1:
+        refuse("integers", f"{len(INTEGERS) + 1} values", len(lists[2]))
+    return lists
+
+
 def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     operands = input, linear_weight, target, linear_bias
-    lists, given = lists_of(rest[6:]), rest[5]
+    lists, given = _checked_lists(rest[6:]), rest[5]
     shape = _check_call(*operands, lists[2], *rest[:4])
     lists = with_strategy(*operands, lists)
     found = described(*operands, lists)
@@ -165,20 +180,18 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
         if tensor is not None:
             if option == "weight":
                 code_of(option, tensor.dtype)
-            elif tensor.is_complex():
-                refuse(option, "real numbers", tensor.dtype, TypeError)
-            check_shape(option, tensor, expected)
-            check_same_device(option, tensor, name, first)
+            check_vector(option, tensor, expected, name, first)
 
 
 def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias, *rest):
-    lists = lists_of(rest[7:])
+    lists = lists_of(rest[8:])
+    check_operands(input, linear_weight, linear_bias)
     found = described(input, linear_weight, target, linear_bias, lists)
     return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
 
 
 def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
-    valid_vocab, rows, integers, *others = lists_of(rest[9:])
+    valid_vocab, rows, integers, *others = _checked_lists(rest[9:])
     shape = _check_call(input, linear_weight, target, linear_bias, integers, None, *rest[:3])
     teacher, gives_logits = rest[4], rest[5] is None
     first = "teacher_logits" if gives_logits else "teacher_input"
@@ -238,7 +251,7 @@ def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
     classes = entries or min(valid_vocab or len(linear_weight), len(linear_weight))
     rows = _kept_rows(target, rows)
     if target.is_cpu and not target.is_floating_point() and not is_fake(target):
-        rows = int((target != value_of(integers, "ignore_index")).sum())
+        rows = int((~is_equal(target, value_of(integers, "ignore_index"))).sum())
     return 2 * gemms * rows * input.shape[-1] * classes
 
 
@@ -259,7 +272,7 @@ def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)
 def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **named):
-    lists = _, _, integers, numbers, _ = lists_of(rest[8:])
+    lists = _, _, integers, numbers, _ = lists_of(rest[9:])
     save = CHOICES["save"][value_of(integers, "save")]
     gemms = sum(value_of(integers, name) for name in GRADIENTS[:2]) + (save == "stats")
     entries = math.ceil(1 / numbers[-1]) if save == "samples" else None

@@ -1,5 +1,6 @@
 """The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -12,11 +13,16 @@ from .options import LinearCrossEntropyOutput, all_classes, completed, defaults
 _MODULE_OPTIONS = defaults("of_module")
 
 
-def _check_class_weight(name, tensor, rows, options):
-    if tensor is not None:
-        validate.check_tensor(name, tensor)
-        classes, _ = all_classes(options.get("vocab_parallel"), rows)
-        validate.check_shape(name, tensor, (classes,), ", a factor for each class")
+def _check_class_weight(name, tensor, rows, options, device):
+    if tensor is None:
+        return
+    validate.check_tensor(name, tensor)
+    classes, _ = all_classes(options.get("vocab_parallel"), rows)
+    validate.check_shape(name, tensor, (classes,), ", a factor for each class")
+    on_meta = torch.device(device).type if device is not None else torch.get_default_device().type
+    if tensor.is_meta or on_meta == "meta":
+        expected = "None on the meta device, as to_empty() leaves no values; set it afterwards"
+        validate.refuse(name, expected, "a tensor")
 
 
 def _keep_options(module, rows, given):
@@ -52,7 +58,8 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         bias: whether the linear layer has one.
         device, dtype: of the linear layer's parameters.
         weight, **options: as in `linear_cross_entropy`; of its options all but those that are
-            tensors or belong to one call. Each becomes an attribute.
+            tensors or belong to one call. Each becomes an attribute. As every buffer `weight` loses
+            its values in to_empty(): on the meta device it is refused, and set afterwards.
 
     Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
     nn.Linear(H, V).
@@ -73,7 +80,7 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
         weight=None,
         **options,
     ):
-        _check_class_weight("weight", weight, num_classes, options)
+        _check_class_weight("weight", weight, num_classes, options, device)
         super().__init__(weight=weight)
         _keep_options(self, num_classes, options)
         self.num_classes = num_classes
@@ -102,7 +109,8 @@ class LinearCrossEntropyHead(nn.Linear):
             the logits of this rank's rows of input and classes. Ranks with one seed begin with the
             same weights in all shards.
         class_weight: a factor for each class, shape (V,), or None; a non-persistent
-            buffer. With vocab_parallel it is that of all classes.
+            buffer. With vocab_parallel it is that of all classes. As every buffer it loses its
+            values in to_empty(): on the meta device it is refused, and set afterwards.
         **options: as for LinearCrossEntropyLoss, except `weight`.
 
     Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
@@ -124,7 +132,7 @@ class LinearCrossEntropyHead(nn.Linear):
         class_weight=None,
         **options,
     ):
-        _check_class_weight("class_weight", class_weight, out_features, options)
+        _check_class_weight("class_weight", class_weight, out_features, options, device)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
         _keep_options(self, out_features, options)

@@ -9,6 +9,8 @@ Arguments have the shapes and dtypes of flce's functions of the same names.
 >>> torch.testing.assert_close(flce.linear_cross_entropy(*operands, z_loss=1e-4), expected)
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -39,7 +41,7 @@ def linear_cross_entropy(
 
     Without options there are two differences from these functions. Rows of `input` (..., H) whose
     target (...) is `ignore_index` are zeroed before the GEMM, so that nothing in them reaches a
-    gradient; and a mean over no rows, or over 0 items, is 0 instead of NaN. The results have the
+    gradient; and a mean over no rows is 0 instead of NaN, also with 0 items. The results have the
     dtype that flce returns: float64 for float64, float32 for the others. `loss`: the other options
     of `cross_entropy`; options that select how flce computes, such as `save`, are ignored.
 
@@ -98,11 +100,11 @@ def cross_entropy(
             rows = rows * token_weight.to(stat).masked_fill(cut, 0.0)
         if reduction != "mean":
             return rows if reduction == "none" else rows.sum()
-        empty = cut.all()
-        if num_items is not None:
-            denominator = torch.as_tensor(num_items, dtype=stat, device=rows.device)
-            empty = denominator == 0
-        return rows.sum() * torch.where(empty, 0.0, 1.0 / denominator.to(stat))
+        if num_items is None:
+            return rows.sum() * torch.where(cut.all(), 0.0, 1.0 / denominator.to(stat))
+        items = torch.as_tensor(num_items, dtype=stat, device=rows.device)
+        of_none = torch.where(cut.all(), 0.0, math.nan)
+        return rows.sum() * torch.where(items == 0, of_none, 1.0 / items)
 
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
@@ -131,16 +133,26 @@ def cross_entropy(
         # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
         of_lse = (log_p + entropy.unsqueeze(-1)).detach()
         entropy = _with_derivative(entropy, kept, -derivative * of_lse)
-    made = (lse, entropy, accuracy, predictions, z_part.detach())
-    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
     if topk:
         classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
-    at = top = None
+    at = top = tail_lse = None
     if classes is not None:
-        absent = (classes == ignore_index) | cut.unsqueeze(-1)
+        absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
         at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
         at, top = at.masked_fill(absent, 0.0), classes.masked_fill(absent, -1)
+        tail_lse = _tail_lse(logits, top).to(stat).masked_fill(cut, 0.0)
+    made = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
+    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
     return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
+
+
+def _tail_lse(logits, classes):
+    """logsumexp (...) of the logits that are not of `classes` (..., K), of which -1 is none."""
+    own = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+    own.scatter_add_(-1, classes.clamp(min=0).long(), (classes >= 0).long())
+    others = logits.masked_fill(own > 0, -math.inf)
+    empty = others.isneginf().all(dim=-1)  # logsumexp's gradient would be NaN
+    return others.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -math.inf)
 
 
 def linear_logprobs(input, linear_weight, target, **options):
@@ -254,7 +266,7 @@ def shifted(target, shift, cu_seqlens, ignore_index):
     if shift == 0:
         return target
     ignore_index = -100 if ignore_index is None else ignore_index
-    later = torch.full_like(target, ignore_index)
+    later = torch.full_like(target, ignore_index, dtype=torch.int64)
     later[..., :-shift] = target[..., shift:]
     if cu_seqlens is None:
         return later
@@ -269,7 +281,7 @@ def ignored(target, ignore_index):
     """Mask of the ignored rows (...); with probabilities (..., V) no row is ignored."""
     if target.is_floating_point():
         return torch.zeros(target.shape[:-1], dtype=torch.bool, device=target.device)
-    return target == (-100 if ignore_index is None else ignore_index)
+    return target.long() == (-100 if ignore_index is None else ignore_index)
 
 
 def denominator(target, weight, cut, stat):

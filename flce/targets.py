@@ -51,17 +51,13 @@ def shifted_target(target, shift, cu_seqlens, ignore_index):
 def _count(target, shift, cu_seqlens, ignore_index):
     """The number of valid targets, a 0-d tensor."""
     validate.check_tensor("targets", target)
-    if validate.is_dtensor(target):
-        if not all(placement.is_replicate() for placement in target.placements):
-            expected = "plain tensors, or DTensors with the placement Replicate()"
-            validate.refuse("targets", expected, f"a DTensor with {target.placements}")
-        target = target.to_local()
+    target = validate.local_replica("targets", target)
     if target.dtype not in (torch.int64, torch.int32):
         expected = "class indices of dtype torch.int64 or torch.int32"
         validate.refuse("targets", expected, target.dtype, TypeError)
     if shift != 0 or cu_seqlens is not None:
         target = shifted_target(target, shift, cu_seqlens, ignore_index)
-    return (target != ignore_index).sum()
+    return (~validate.is_equal(target, ignore_index)).sum()
 
 
 def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None, ignore_index=-100):

@@ -65,6 +65,25 @@ def is_dtensor(value):
     return type(value).__name__ == "DTensor"
 
 
+def local_replica(name, value):
+    """The value, or the local part of a DTensor, which has to be the same on all ranks."""
+    if not is_dtensor(value):
+        return value
+    if not all(placement.is_replicate() for placement in value.placements):
+        expected = "a plain tensor, or a DTensor with the placement Replicate()"
+        refuse(name, expected, f"a DTensor with {value.placements}")
+    return value.to_local()
+
+
+def is_equal(indices, number):
+    """indices == number, for integers of 64 bits: torch compares in the dtype of `indices`, where a
+    number beyond it would stand for another."""
+    range_of = torch.iinfo(indices.dtype)
+    if range_of.min <= number <= range_of.max:
+        return indices == number
+    return torch.zeros_like(indices, dtype=torch.bool)
+
+
 def check_shape(name, tensor, shape, meaning=""):
     """`meaning`: what the shape is, appended to it in the message."""
     if tensor.shape != shape:
@@ -80,6 +99,14 @@ def check_constant(name, tensor):
     if tensor.requires_grad:
         got = "requires_grad=True; no gradient is defined for it"
         refuse(name, "a tensor that does not require grad", got)
+
+
+def check_vector(name, tensor, shape, first_name, first, meaning=""):
+    """Real numbers of this shape on the device of `first`; `meaning`: as in check_shape."""
+    if tensor.is_complex():
+        refuse(name, "real numbers", tensor.dtype, TypeError)
+    check_shape(name, tensor, shape, meaning)
+    check_same_device(name, tensor, first_name, first)
 
 
 def seed_tensor(seed, first):
@@ -118,6 +145,13 @@ def num_items_tensor(num_items, reduction, first):
     if not 0.0 <= value <= torch.finfo(dtype).max:
         refuse("num_items", "a finite number of at least 0", value)
     return torch.full((), value, dtype=dtype, device=first.device)
+
+
+def check_items(items, valid):
+    """As flce_check_items of csrc/core/check.c. `items`, `valid`: CPU tensors of one number."""
+    if items == 0 and valid > 0:
+        expected = f"a number other than 0 for {int(valid)} rows that are not ignored"
+        refuse("num_items", expected, 0)
 
 
 def refuse_vmap(*args, **kwargs):

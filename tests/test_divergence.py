@@ -109,7 +109,7 @@ def draw(seed, device, dtype=torch.float64):
     if pick.random() < 0.3:
         options["token_weight"] = normal(*batch)
     if pick.random() < 0.3 and options["reduction"] == "mean":
-        options["num_items"] = pick.choice([3.5, 0, torch.tensor(7.0)])
+        options["num_items"] = pick.choice([3.5, 0.5, torch.tensor(7.0)])
     if pick.random() < 0.3 and vocab > 2:
         options["valid_vocab"] = vocab - 1
         if "target" in options:

@@ -6,6 +6,7 @@ import raw
 import torch
 
 import flce
+from flce.options import replaced
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 40
 
@@ -154,6 +155,12 @@ def of_classes(ids):
         ({"grad_classes": grad[:, :-1].contiguous()}, shape),
         ({"grad_classes": grad.double()}, "grad_classes: expected dtype torch.float32, got"),
         ({"grad_classes": grad.t().contiguous().t()}, "grad_classes: expected a contiguous"),
+        (
+            {"grad_classes": grad, "class_logits": None},
+            "class_logits: expected those of the forward",
+        ),
+        ({"class_logits": grad[:-1]}, rf"class_logits: expected shape \({rows}, {count}\)"),
+        ({"class_logits": grad.double()}, "class_logits: expected dtype torch.float32, got"),
         ({"classes": ids[:-1]}, rf"classes: expected shape \({rows}, {count}\), .*, got \("),
         ({"classes": ids[:, :0]}, r"classes: expected shape \(24, 1\), .*, got \(24, 0\)"),
         ({"classes": ids[0, 0].clone()}, r"classes: expected shape .*, got \(\)"),
@@ -199,3 +206,104 @@ def test_raw_forward_computes_every_row_of_probabilities(device):
     t = torch.rand(TOKENS, VOCAB, device=device)
     with pytest.raises(ValueError, match=f"rows: expected {TOKENS} with probabilities, .*got 3"):
         torch.ops.flce.forward(*raw.forward(x, w, t, "grads", rows=3))
+
+
+DIVERGENCE = [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
+
+
+def divergence_of(device, numbers=DIVERGENCE, save="grads", **changed):
+    """A raw flce::divergence; `changed`: its options."""
+    x, w, target = (t.detach() for t in leaves(device))
+    *_, rows, integers, values, _ = raw.forward(x, w, target, save, **changed)
+    tensors = x, w, target, None, None, None, None, None, torch.randn(TOKENS, VOCAB, device=device)
+    lists = numbers, None, rows, integers, values, None
+    return torch.ops.flce.divergence(*tensors, None, None, None, *lists)
+
+
+OF_LOSSES = ("wants_statistics", "wants_predictions", "wants_entropy", "entropy_gradient")
+OF_LOSSES += ("class_gradient",)
+
+
+def test_raw_divergence_refuses_options_of_losses(device):
+    """Whose outputs it has not."""
+    options = [dict.fromkeys([name], True) for name in OF_LOSSES]
+    for given in [*options, {"topk": 2}, {"label_smoothing": 0.1}, {"z_loss": 0.1}]:
+        with pytest.raises(ValueError, match=f"{next(iter(given))}: expected .* a divergence, got"):
+            divergence_of(device, **given)
+    with pytest.raises(ValueError, match="save: expected .* with a divergence, got .samples."):
+        divergence_of(device, save="samples", gradient_eps=0.1)
+    for kind in (0.0, 1.5, 4.0, float("nan")):
+        with pytest.raises(ValueError, match="divergence: expected 1, 2 or 3, got"):
+            divergence_of(device, [kind, *DIVERGENCE[1:]])
+
+
+def sampled_backward(device, damage=None, **changed):
+    """The gradients of a raw backward of sampled gradients, whose lists `damage` has changed."""
+    x, w, target = (t.detach() for t in leaves(device))
+    target[1] = -100
+    options = {"gradient": "sampled", "gradient_eps": 2**-4}
+    arguments = raw.forward(x, w, target, "auto", seed=torch.tensor(3, device=device), **options)
+    made = torch.ops.flce.forward(*arguments)
+    if damage is not None:
+        damage(made[4])
+    integers = replaced(arguments[-3], **{"save": 4, **changed})
+    arguments = (*arguments[:-3], integers, *arguments[-2:])
+    factor = torch.ones((), device=device)
+    return torch.ops.flce.backward(*raw.backward(arguments, made, factor))
+
+
+@pytest.mark.parametrize(("place", "value"), [
+    (0, -(2**31)), (0, -1), (0, VOCAB), (1, -1), (1, 2**20), (2, -1), (2, VOCAB),
+])  # fmt: skip
+def test_raw_backward_refuses_lists_that_no_forward_makes(place, value):
+    def damage(lists):
+        lists[0, place] = value
+
+    with pytest.raises(ValueError, match="saved: expected .* in row 0, got"):
+        sampled_backward("cpu", damage)
+
+
+def test_raw_backward_takes_the_strategy_that_it_is_given(device):
+    assert all(grad is not None for grad in sampled_backward(device)[:2])
+    for save in (0, 2):
+        with pytest.raises(ValueError, match="save: expected"):
+            sampled_backward(device, save=save)
+
+
+def test_raw_calls_check_targets_and_missing_tensors():
+    x, w, target = (t.detach() for t in leaves("cpu"))
+    arguments = raw.forward(x, w, target, "stats")
+    made = torch.ops.flce.forward(*arguments)
+    factor = torch.ones(())
+    passed = list(raw.backward(arguments, made, factor))
+    passed[5] = torch.full_like(target, VOCAB)
+    with pytest.raises(IndexError, match=rf"target\[0\] is {VOCAB}: expected"):
+        torch.ops.flce.backward(*passed)
+    for ops, given in (
+        (torch.ops.flce.forward, arguments[:3]),
+        (torch.ops.flce.cross_entropy_forward, (x @ w.T, target)),
+    ):
+        names = [argument.name for argument in ops.default._schema.arguments]
+        complete = arguments if ops is torch.ops.flce.forward else raw.cross_entropy_forward(*given)
+        for at in range(len(given)):
+            missing = [*complete[:at], None, *complete[at + 1 :]]
+            refused = pytest.raises(Exception, match=f"{names[at]}: expected a tensor, got None")
+            with refused:  # by Python, or in inference mode by the operator of C++
+                ops(*missing)
+            with torch.inference_mode(), refused:
+                ops(*missing)
+
+
+def test_raw_plan_refuses_sizes_beyond_int64():
+    lists = raw.settings("auto")
+    sizes = {"on_cpu": 0, "tokens": 8, "rows": 8, "hidden": 8, "weight_rows": 8}
+    for changed in (
+        {"teacher_hidden": -5}, {"teacher_hidden": 2**62}, {"tokens": 2**40, "weight_rows": 2**40},
+        {"classes": 2**62}, {"hidden": -1}, {"tokens": -1},
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="expected"):
+            torch.ops.flce.plan("h100", 0, None, *lists[2:4], **{**sizes, **changed})
+    for name, value in {"ranks": 2**40, "rank": -1, "vocab": -2, "topk": 2**62}.items():
+        integers = replaced(lists[2], **{"ranks": 2, name: value})
+        with pytest.raises(RuntimeError, match=f"{name}: expected"):
+            torch.ops.flce.plan("h100", 0, None, integers, lists[3], **sizes)

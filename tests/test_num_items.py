@@ -1,5 +1,6 @@
 """flce.num_items: the denominator of a loss over micro-batches and ranks."""
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,3 +121,101 @@ def test_a_number_that_is_infinite_in_the_dtype_of_the_loss(device):
     with pytest.raises(ValueError, match="^num_items: expected a finite number"):
         flce.linear_cross_entropy(x, w, target, num_items=1e39)
     assert flce.linear_cross_entropy(x.double(), w.double(), target, num_items=1e39) > 0
+
+
+def zero_items(target, device, soft=False, **options):
+    """Loss and gradients with num_items 0, and with return_z_loss that part."""
+    generator = cases.generator(2)
+    leaves = [torch.randn(n, 8, generator=generator).to(device).requires_grad_() for n in (6, 20)]
+    if soft:
+        target = torch.rand(6, 20, generator=generator).to(device)
+    made = flce.linear_cross_entropy(*leaves, target, num_items=0, z_loss=0.1, **options)
+    loss, z_loss = (made, None) if isinstance(made, torch.Tensor) else (made.loss, made.z_loss)
+    return loss, *torch.autograd.grad(loss, leaves), *([] if z_loss is None else [z_loss])
+
+
+def of_items(function, target, device):
+    """A function of a loss with num_items 0 as zero_items."""
+    x, w = torch.ones(6, 8, device=device), torch.ones(20, 8, device=device)
+    pair = torch.arange(3, device=device).expand(6, 3), torch.full((6, 3), 0.2, device=device)
+    pair = torch.where((target < 0).unsqueeze(-1), -100, pair[0]), pair[1]
+    calls = {
+        "cross_entropy": lambda: flce.cross_entropy(x @ w.T, target, num_items=0),
+        "divergence": lambda: flce.linear_divergence(
+            x, w, teacher_logits=x @ w.T, target=target, num_items=0
+        ),
+        "sparse target": lambda: flce.linear_cross_entropy(x, w, pair, num_items=0),
+        "sparse teacher": lambda: flce.linear_divergence(
+            x, w, teacher_logits=(pair[0], pair[1].log()), num_items=0
+        ),
+    }
+    return calls[function]()
+
+
+REFUSED = "num_items: expected a number other than 0 for {} rows that are not ignored, got 0"
+SAVED = [{"save": save} for save in cases.SAVES] + [
+    {"gradient": "sampled"},
+    {"return_z_loss": True},
+]
+
+
+@pytest.mark.parametrize("options", SAVED, ids=str)
+def test_no_items(device, options, monkeypatch):
+    """Of no valid row: 0 and zero gradients. Of valid ones: refused where the value can be seen,
+    NaN where it cannot, and refused there with FLCE_CHECK=1."""
+    ignored = torch.full((6,), -100, device=device)
+    assert all(not one.any() for one in zero_items(ignored, device, **options))
+    target = torch.tensor([1, -100, 3, 4, -100, 6], device=device)
+    if device == "cuda":
+        assert all(one.isnan().any() for one in zero_items(target, device, **options))
+        monkeypatch.setenv("FLCE_CHECK", "1")
+    with pytest.raises(ValueError, match=f"^{REFUSED.format(4)}$"):
+        zero_items(target, device, **options)
+    if "gradient" not in options:
+        with pytest.raises(ValueError, match=f"^{REFUSED.format(6)}$"):
+            zero_items(target, device, soft=True, **options)
+
+
+@pytest.mark.parametrize(
+    "function", ["cross_entropy", "divergence", "sparse target", "sparse teacher"]
+)
+def test_no_items_of_other_functions(device, function):
+    assert of_items(function, torch.full((6,), -100, device=device), device) == 0
+    target = torch.tensor([1, -100, 3, 4, -100, 6], device=device)
+    if device == "cuda":
+        assert of_items(function, target, device).isnan()
+        return
+    with pytest.raises(ValueError, match=f"^{REFUSED.format(4)}$"):
+        of_items(function, target, device)
+
+
+def test_no_items_of_the_definition():
+    operands, target = (torch.ones(2, 3), torch.ones(5, 3)), torch.tensor([1, -100])
+    reference = flce.reference.linear_cross_entropy
+    assert reference(*operands, torch.full((2,), -100), num_items=0) == 0
+    assert reference(*operands, target, num_items=0).isnan()
+
+
+def test_an_ignore_index_beyond_int32(device):
+    """torch compares a number with int32 in int32, where this one is class 3."""
+    far, wide = 2**32 + 3, {"ignore_index": 2**32 + 3}
+    x, w = torch.randn(2, 8, device=device), torch.randn(20, 8, device=device)
+    ids, y = torch.tensor([[3, 4], [5, 6]], device=device), torch.tensor([3, 1], device=device)
+    w[3] = 5 * x[0]
+    chances = torch.full((2, 2), 0.4, device=device)
+    functions = (
+        lambda t, i: flce.linear_cross_entropy(x, w, t, return_accuracy=True, **wide)[:4],
+        lambda t, i: flce.linear_cross_entropy(x, w, t, classes=i, **wide)[6:7],
+        lambda t, i: flce.linear_cross_entropy(x, w, t, valid_bound="count", **wide),
+        lambda t, i: flce.linear_cross_entropy(x, w, (i, chances), **wide),
+        lambda t, i: flce.linear_logprobs_at(x, w, i, **wide),
+        lambda t, i: flce.linear_divergence(x, w, teacher_logits=(i, chances.log()), **wide),
+        lambda t, i: flce.num_items(t, ignore_index=far),
+        lambda t, i: flce.num_items(t, shift=1, cu_seqlens=torch.tensor([0, 2]).to(t), **wide),
+        lambda t, i: flce.reference.linear_cross_entropy(x, w, t, classes=i, **wide)[6:7],
+        lambda t, i: flce.reference.linear_cross_entropy(x[None], w, t[None], shift=1, **wide),
+    )
+    for number, function in enumerate(functions):
+        made, expected = function(y.int(), ids.int()), function(y, ids)
+        pairs = zip(made, expected, strict=True) if isinstance(made, tuple) else [(made, expected)]
+        assert all(a is b or torch.equal(a, b) for a, b in pairs), number

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import cases
 import hopper
@@ -415,3 +416,34 @@ def test_kept_logits_may_exceed_a_chunk(device, outputs, monkeypatch):
             == (not kept and outputs.get("reduction") == "none")
         )
     assert flce.plan(20000, 64, 32768, max_memory=size - 1, **call).save != "logits"
+
+
+@pytest.mark.parametrize(("sizes", "options"), [
+    ((4_000_000, 256, 32), {}),
+    ((2_000_000, 1024, 48), {}),
+    ((8_000_000, 64, 16), {"bias": True, "label_smoothing": 0.1}),
+    ((1_200_000, 512, 64), {"return_entropy": True}),
+    ((5_000_000, 256, 1000), {"dtype": torch.float16, "valid_bound": 91_950}),
+])  # fmt: skip
+def test_few_classes_of_many_rows(sizes, options):
+    """Heads over pixels, bytes and bases: a chunk takes what the numbers of all rows do."""
+    tokens, hidden, vocab = sizes
+    for gpu in torch.ops.flce.gpu_names().split():
+        plan = flce.plan(*sizes, device=gpu, **options)
+        assert 1 <= plan.chunks <= 64
+        outputs = 6 * (tokens + vocab) * hidden  # float16 gradients are kept in float32, too
+        assert plan.forward_peak_bytes <= outputs + 4 * 128 * tokens + (64 << 20)
+
+
+def test_a_tile_of_logits_is_enough():
+    """Drawn sizes with a max_memory of 128 rows of logits, and with the default."""
+    pick, gpus = random.Random(1), torch.ops.flce.gpu_names().split()
+    for _ in range(400):
+        tokens, hidden, vocab = (int(2 ** pick.uniform(0, bits)) for bits in (24, 14, 18))
+        options = {"dtype": pick.choice(cases.DTYPES), "save": pick.choice(["auto", *cases.SAVES])}
+        options["reduction"] = pick.choice(["mean", "sum"])
+        options["valid_bound"] = pick.choice([None, pick.randint(0, tokens)])
+        size = 8 if options["dtype"] == torch.float64 else 4
+        tile = 128 * (-(-vocab * size // 128) * 128)
+        for budget in (None, tile):
+            flce.plan(tokens, hidden, vocab, device=pick.choice(gpus), max_memory=budget, **options)

@@ -48,7 +48,7 @@ LOSS = {
     "temperature": [1.0, 1.0, 0.7, "rows", "scalar"],
     "z_loss": [0.0, 0.0, 0.01, 0.5],
     "token_weight": [*RARELY, torch.float32, torch.bfloat16, torch.bool, torch.int32],
-    "num_items": [*RARELY, 7, 2.5, torch.float32, torch.int64, 0],
+    "num_items": [*RARELY, 7, 2.5, torch.float32, torch.int64, 0.5],
     "returns": [tuple(bool(bits >> i & 1) for i in range(5)) for bits in range(32)],
     "upstream": [(), ("loss", "lse"), ("loss", "entropy"), ("lse",), ("entropy",), ALL_OUTPUTS],
 }

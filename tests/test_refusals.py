@@ -409,6 +409,31 @@ def test_modules_refuse_class_weights_when_they_are_made(given, error):
         flce.LinearCrossEntropyHead(HIDDEN, VOCAB, class_weight=given)
 
 
+@pytest.mark.parametrize("name", ["weight", "class_weight"])
+def test_modules_on_the_meta_device_take_class_weights_later(name):
+    """to_empty() would leave them without values."""
+    module, given = MODULES[name == "class_weight"], {name: torch.rand(VOCAB)}
+    for device, values in (("meta", given), (None, {name: given[name].to("meta")})):
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected None on the meta device, .* got a"
+        ):
+            module(HIDDEN, VOCAB, device=device, **values)
+    with torch.device("meta"):
+        with pytest.raises(
+            ValueError, match=f"^{name}: expected None on the meta device, .* got a"
+        ):
+            module(HIDDEN, VOCAB, **given)
+        made = module(HIDDEN, VOCAB)
+    made.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(0.1)
+    setattr(made, name, given[name])
+    x, y = torch.randn(3, HIDDEN), torch.arange(3)
+    loss = made(x, y, reduction="none")
+    assert torch.allclose(loss, given[name][:3] * math.log(VOCAB))
+
+
 SIZES = {"tokens": 64, "hidden": 16, "vocab": 100, "dtype": torch.float32}
 # Of flce.plan alone: the argument, its values, the error.
 PLANS = [

@@ -124,6 +124,35 @@ def test_compile_with_a_seed(device, backend, kind):
     assert counter.frame_count <= 2
 
 
+CLASS_OUTPUTS = {
+    "topk": lambda x, w, y: flce.linear_logprobs(x, w, y, return_topk=3, **sampled(3)),
+    "classes": lambda x, w, y: flce.linear_cross_entropy(
+        x, w, y, classes=y.clamp(min=0).unsqueeze(-1), return_lse=True, **sampled(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_OUTPUTS)
+def test_compiled_class_outputs(device, name):
+    """They have no gradient with sampled ones: a compiled backward gets zeros for them, from which
+    nothing follows; what does follow from another gradient is NaN."""
+    case, function = make(device), CLASS_OUTPUTS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    def grads_of(call, of_classes):
+        leaves = case.input.clone().requires_grad_(), case.linear_weight.clone().requires_grad_()
+        made = call(*leaves, case.target)
+        total = made[0].sum()
+        if of_classes:
+            total = total + (made[2].logprobs if name == "topk" else made.class_logits).sum()
+        return torch.autograd.grad(total, leaves)
+
+    assert all(map(torch.equal, grads_of(compiled, False), grads_of(function, False)))
+    with pytest.raises(ValueError, match='gradient: expected "exact" for a gradient of class_log'):
+        grads_of(function, True)
+    assert all(grad.isnan().any() for grad in grads_of(compiled, True))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_without_a_seed(device, backend):
     case = make(device)

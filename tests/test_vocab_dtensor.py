@@ -132,6 +132,61 @@ def test_equals_a_call_with_whole_tensors():
 
 
 @on_ranks(RANKS)
+def test_k_classes_and_logits_of_a_teacher():
+    """Replicated DTensors as the ids, their numbers and the rows' factors; a teacher's logits also
+    as a head with a sharded weight gives them."""
+    mesh, every, (x, w, target) = whole_mesh(), Replicate(), three()
+    ids, chances = target.clamp(min=0)[:, None] + torch.arange(3), torch.rand(TOKENS, 3).double()
+    factor, items = torch.linspace(0.5, 2.0, TOKENS).double(), torch.tensor(7.0)
+    logits, logs = torch.randn(TOKENS, 10).double(), chances.log_softmax(-1)
+    ids %= 10
+
+    def chosen(a, b, d):
+        return flce.linear_logprobs_at(a, b, d(ids)).sum()
+
+    def sparse(a, b, d):
+        named = {"token_weight": d(factor), "num_items": d(items)}
+        return flce.linear_cross_entropy(a, b, (d(ids), d(chances)), **named)
+
+    def known(a, b, d):
+        pair = d(ids), d(logs)
+        return flce.linear_divergence(a, b, teacher_logits=pair, token_weight=d(factor))
+
+    def whole(placement):
+        def spread(tensor):
+            return distribute_tensor(tensor, mesh, [placement if tensor.dim() else every])
+
+        return spread
+
+    calls = [(call, whole(every)) for call in (chosen, sparse, known)]
+    for placement in (every, Shard(1), Shard(-1)):
+        calls.append(
+            (
+                lambda a, b, d: flce.linear_divergence(a, b, teacher_logits=d(logits)),
+                whole(placement),
+            )
+        )
+    for call, spread in calls:
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        expected = call(*leaves, lambda tensor: tensor)
+        grads = torch.autograd.grad(expected, leaves)
+        for rows in (every, Shard(0)):
+            divided = leaf(x, mesh, rows), leaf(w, mesh, Shard(0))
+            made = call(*divided, spread)
+            assert_close(made, expected, "K classes")
+            for got, true in zip(torch.autograd.grad(made, divided), grads, strict=True):
+                assert_close(got.full_tensor(), true, "K classes, a gradient")
+    rows, head = rows_and_head(mesh)
+    for call, name in ((chosen, "ids"), (sparse, "target"), (known, "teacher_logits")):
+        with pytest.raises(ValueError, match=rf"{name}: expected .*Replicate\(\), got .*Shard"):
+            call(rows, head, whole(Shard(0)))
+    for placement in (Shard(0), Partial()):
+        divided = DTensor.from_local(logits, mesh, [placement])
+        with pytest.raises(ValueError, match=r"teacher_logits: expected .*or Shard\(dim=1\) on"):
+            flce.linear_divergence(rows, head, teacher_logits=divided)
+
+
+@on_ranks(RANKS)
 def test_pending():
     mesh = whole_mesh()
     x, w, target = three()

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from processes import run_on_ranks
 from test_cuda import captured
+from test_vocab_empty import compare_all, ends_without
 from test_vocab_failures import Preempted, interrupting
 from torch import nn
+from vocab_ranks import Ranks
 
 import flce
 from flce.distributed import collectives
@@ -170,6 +172,13 @@ def check_minus_infinity():
             assert off(got, true) < TOLERANCE[dtype], setting
 
 
+def check_ranks_without_a_class():
+    own = Ranks()
+    for empty in range(own.ranks):
+        compare_all(own, ends_without(empty, own.ranks), "cuda")
+    assert not own.failures, "\n".join(own.failures)
+
+
 def check_graph():
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
@@ -279,6 +288,7 @@ def check_all(transport):
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity}
+    checks |= {"ranks without a class": check_ranks_without_a_class}
     checks |= {"graph": check_graph, "interrupts": check_interrupts}
     if transport == "one GPU":
         share_one_gpu()

@@ -14,6 +14,11 @@ inline std::string device_text(DeviceId id) {
   return id.type == aoti_torch_device_type_meta() ? "meta" : "another device";
 }
 
+/* torch passes None as a tensor that is undefined, whose properties cannot be asked for. */
+inline void expect_tensor(const char* name, const Tensor& tensor) {
+  if (!tensor.defined()) refuse(name, "a tensor", "None", FLCE_INVALID_TYPE);
+}
+
 /* `first`: the name of the tensor whose device is `id`. */
 inline void expect_device(const char* name, const Tensor& tensor, DeviceId id, const char* first) {
   DeviceId got = device_of(tensor);
@@ -29,8 +34,8 @@ inline void expect_shape(const char* name, const Tensor& tensor,
 }
 
 inline void expect_type(const char* name, const Tensor& tensor, ScalarType type) {
-  if (tensor.scalar_type() != type)
-    refuse(name, "dtype " + dtype_text(type), dtype_text(tensor.scalar_type()), FLCE_INVALID_TYPE);
+  if (type_of(tensor) != type)
+    refuse(name, "dtype " + dtype_text(type), dtype_text(type_of(tensor)), FLCE_INVALID_TYPE);
 }
 
 /* A contiguous copy of this dtype on a device. */
@@ -45,17 +50,18 @@ inline Tensor copied(const char* name, const Tensor& tensor, ScalarType type, De
 
 /* The tensor itself if it is contiguous and of this dtype, else a copy that is. */
 inline Tensor converted(const char* name, const Tensor& tensor, ScalarType type) {
-  if (tensor.is_contiguous() && tensor.scalar_type() == type) return tensor;
+  if (tensor.is_contiguous() && type_of(tensor) == type) return tensor;
   return copied(name, tensor, type, device_of(tensor));
 }
 
 inline Tensor dense(const char* name, const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : converted(name, tensor, tensor.scalar_type());
+  return tensor.is_contiguous() ? tensor : converted(name, tensor, type_of(tensor));
 }
 
 /* Checks a tensor that an operator of the same build has made: nothing converts it. */
 inline void expect_like(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape,
                         ScalarType type, DeviceId id) {
+  expect_tensor(name, tensor);
   expect_shape(name, tensor, shape);
   if (!tensor.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
   expect_type(name, tensor, type);
@@ -69,9 +75,13 @@ inline std::vector<int64_t> leading_shape(const Tensor& tensor) {
   return shape;
 }
 
+/* The elements of a tensor's shape; a part of one that has none may have more than fit. */
 inline int64_t count_of(const std::vector<int64_t>& shape) {
   int64_t count = 1;
-  for (int64_t size : shape) count *= size;
+  for (int64_t size : shape) {
+    if (size > 0 && count > INT64_MAX / size) refuse("input", "fewer elements", shape_text(shape));
+    count *= size;
+  }
   return count;
 }
 

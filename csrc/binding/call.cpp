@@ -25,7 +25,7 @@ std::string either(flce_dtype own, flce_dtype wide) {
 }
 
 void check_first(const char* name, const Tensor& tensor, DeviceId id) {
-  to_dtype(tensor.scalar_type(), name);
+  to_dtype(type_of(tensor), name);
   bool known = id.type == aoti_torch_device_type_cpu() || id.type == aoti_torch_device_type_cuda();
   if (!known) refuse(name, "a CPU or CUDA tensor", "device " + device_text(id));
   if (tensor.dim() < 1) refuse(name, "at least one dimension", "a 0-d tensor");
@@ -35,8 +35,9 @@ void bind_operands(const Operands& given, Call* call) {
   const Tensor &input = given.input, &weight = given.linear_weight;
   flce_problem* problem = &call->problem;
   check_first("input", input, call->id);
-  problem->input_dtype = to_dtype(input.scalar_type(), "input");
-  problem->weight_dtype = to_dtype(weight.scalar_type(), "linear_weight");
+  expect_tensor("linear_weight", weight);
+  problem->input_dtype = to_dtype(type_of(input), "input");
+  problem->weight_dtype = to_dtype(type_of(weight), "linear_weight");
   problem->hidden = input.size(input.dim() - 1);
   if (weight.dim() != 2 || weight.size(1) != problem->hidden)
     refuse("linear_weight",
@@ -58,7 +59,7 @@ void bind_operands(const Operands& given, Call* call) {
     return;
   }
   const Tensor& bias = *given.linear_bias;
-  problem->bias_dtype = to_dtype(bias.scalar_type(), "linear_bias");
+  problem->bias_dtype = to_dtype(type_of(bias), "linear_bias");
   if (shape_of(bias) != std::vector<int64_t>{problem->weight_rows})
     refuse("linear_bias", "shape " + shape_text({problem->weight_rows}), shape_of_text(bias));
   expect_device("linear_bias", bias, call->id, "input");
@@ -67,7 +68,8 @@ void bind_operands(const Operands& given, Call* call) {
 
 void bind_target(const Tensor& target, int64_t classes, const std::string& first, Call* call) {
   flce_problem* problem = &call->problem;
-  ScalarType type = target.scalar_type();
+  expect_tensor("target", target);
+  ScalarType type = type_of(target);
   problem->has_probabilities = is_float(type);
   if (!is_float(type) && type != ScalarType::Long && type != ScalarType::Int)
     refuse(
@@ -93,7 +95,7 @@ void bind_target(const Tensor& target, int64_t classes, const std::string& first
 const void* bind_vector(const char* name, const OptionalTensor& tensor,
                         const std::vector<int64_t>& shape, const std::string& meaning, Call* call) {
   if (!tensor) return nullptr;
-  ScalarType type = tensor->scalar_type();
+  ScalarType type = type_of(*tensor);
   if (type == ScalarType::ComplexDouble || type == ScalarType::ComplexFloat ||
       type == ScalarType::ComplexHalf)
     refuse(name, "real numbers", dtype_text(type), FLCE_INVALID_TYPE);
@@ -116,9 +118,10 @@ void check_classes(const int64_t* ids, const flce_problem& problem) {
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
     if (ids[i] != none && (ids[i] < 0 || ids[i] >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
-                    "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
-                        std::to_string(ids[i]) + ", expected 0 to " + std::to_string(most - 1) +
-                        ", or ignore_index");
+                    "classes: row " +
+                        std::to_string(problem.first_token + i / problem.row_classes) +
+                        " has class " + std::to_string(ids[i]) + ", expected 0 to " +
+                        std::to_string(most - 1) + ", or ignore_index");
   }
 }
 
@@ -130,7 +133,7 @@ void bind_classes(const OptionalTensor& classes, const std::string& first, Call*
   std::vector<int64_t> shape = call->shape;
   shape.push_back(std::max<int64_t>(count, 1));
   expect_shape("classes", *classes, shape, ", a number of classes for each row of " + first);
-  if (classes->scalar_type() != ScalarType::Int) expect_type("classes", *classes, ScalarType::Long);
+  if (type_of(*classes) != ScalarType::Int) expect_type("classes", *classes, ScalarType::Long);
   expect_device("classes", *classes, call->id, "input");
   problem->row_classes = count;
   const void* ids = call->pointer("classes", *classes, ScalarType::Long);
@@ -142,7 +145,7 @@ void bind_classes(const OptionalTensor& classes, const std::string& first, Call*
 void bind_loss(const LossTensors& given, int64_t classes, const std::string& first, Call* call) {
   flce_problem* problem = &call->problem;
   bind_target(given.target, classes, first, call);
-  if (given.weight) to_dtype(given.weight->scalar_type(), "weight");
+  if (given.weight) to_dtype(type_of(*given.weight), "weight");
   problem->has_class_weight = given.weight.has_value();
   call->tensors.class_weight =
       bind_vector("weight", given.weight, {classes}, ", a factor for each class", call);
@@ -156,10 +159,12 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
   bind_classes(given.classes, first, call);
 }
 
-/* The number of targets, in host memory, that are not ignored: at most problem.rows. */
+/* The number of targets, in host memory, that are not ignored: at most problem.rows. Refuses those
+ * that are no class, where there is one: the plan of a call without classes is refused. */
 int64_t valid_rows(const int64_t* target, const flce_problem& problem) {
-  int64_t valid = 0;
-  for (int64_t i = 0; i < problem.tokens; i++) valid += target[i] != problem.loss.ignore_index;
+  int64_t valid = 0, classes = all_classes(problem);
+  if (classes < 1) return 0;
+  check(flce_check_targets(&problem, target, classes, &valid));
   if (valid > problem.rows)
     refuse("valid_bound",
            "at least " + std::to_string(valid) + ", the number of rows that are not ignored",
@@ -188,29 +193,37 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
   if (counts) call->saved_rows = problem->rows;
 }
 
-/* With FLCE_CHECK=1: makes the checks of CPU targets and classes on other devices too, from a copy
- * on the host. Synchronises. */
+/* Checks num_items, where the call divides by it, against the rows that are not ignored. `items`:
+ * in host memory and in the stat dtype, or NULL. */
+void check_items(const void* items, int64_t valid, const flce_problem& problem) {
+  if (!items || problem.reduction != FLCE_MEAN) return;
+  bool wide = flce_stat_dtype(problem.dtype) == FLCE_F64;
+  check(flce_check_items(
+      wide ? *static_cast<const double*>(items) : *static_cast<const float*>(items), valid));
+}
+
+/* With FLCE_CHECK=1: makes the checks of CPU targets, classes and num_items on other devices too,
+ * from copies on the host. Synchronises. */
 void check_values(const LossTensors& given, const Call& call) {
   const char* check = std::getenv("FLCE_CHECK");
   const flce_problem& problem = call.problem;
-  if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call) || problem.has_probabilities)
-    return;
+  if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call)) return;
   const DeviceId cpu = {aoti_torch_device_type_cpu(), -1};
-  const ScalarType type = ScalarType::Long;
+  const ScalarType type = ScalarType::Long, stat = to_scalar_type(flce_stat_dtype(problem.dtype));
+  OptionalTensor items;
+  if (given.num_items) items = copied("num_items", *given.num_items, stat, cpu);
+  const void* number = items ? items->const_data_ptr() : nullptr;
+  if (problem.has_probabilities) {
+    check_items(number, problem.tokens, problem);
+    return;
+  }
   if (given.classes) {
     Tensor classes = copied("classes", *given.classes, type, cpu);
     check_classes(static_cast<const int64_t*>(classes.const_data_ptr()), problem);
   }
   Tensor copy = copied("target", given.target, type, cpu);
-  auto target = static_cast<const int64_t*>(copy.const_data_ptr());
-  int64_t ignored = problem.loss.ignore_index, most = all_classes(problem);
-  for (int64_t i = 0; i < problem.tokens; i++)
-    if (target[i] != ignored && (target[i] < 0 || target[i] >= most))
-      throw Failure(FLCE_TARGET_OUT_OF_RANGE,
-                    "target[" + std::to_string(i) + "] is " + std::to_string(target[i]) +
-                        ": expected 0 <= target < " + std::to_string(most) + " or ignore_index " +
-                        std::to_string(ignored));
-  valid_rows(target, problem);
+  int64_t valid = valid_rows(static_cast<const int64_t*>(copy.const_data_ptr()), problem);
+  check_items(number, valid, problem);
 }
 
 /* Whether a teacher of so many classes has those of all ranks, of which this one reads its own. */
@@ -230,7 +243,7 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
     ScalarType own = to_scalar_type(student.problem.dtype);
     if (problem->dtype != student.problem.dtype)
       refuse("input", "the dtype of the student's, " + dtype_text(own),
-             dtype_text(given.input.scalar_type()), FLCE_INVALID_TYPE);
+             dtype_text(type_of(given.input)), FLCE_INVALID_TYPE);
     std::vector<int64_t> rows = leading_shape(student.input());
     rows.push_back(problem->hidden);
     expect_shape("input", given.input, rows, ", that of the student's but for the last dimension");
@@ -259,24 +272,49 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   shape.push_back(columns);
   expect_shape("teacher_logits", logits, shape, ", a logit for each class");
   expect_device("teacher_logits", logits, call->id, "input");
-  flce_dtype dtype = to_dtype(logits.scalar_type(), "teacher_logits");
+  flce_dtype dtype = to_dtype(type_of(logits), "teacher_logits");
   set_teacher_logits(dtype, columns, problem);
-  dtype = problem->dtype;
-  bool whole = has_all_classes(*problem, columns);
-  int64_t first = whole ? problem->first_class : 0;
-  if (!whole) problem->weight_rows = columns;
-  call->tensors.input =
-      static_cast<const char*>(call->pointer("teacher_logits", logits, to_scalar_type(dtype))) +
-      first * flce_size_of(dtype);
+  if (has_all_classes(*problem, columns))
+    problem->first_logit = problem->first_class;
+  else
+    problem->weight_rows = columns;
+  call->tensors.input = call->pointer("teacher_logits", logits, to_scalar_type(problem->dtype));
+}
+
+/* `number`: one of flce_divergence. */
+flce_divergence divergence_of(double number) {
+  for (flce_divergence kind : {FLCE_FORWARD_KL, FLCE_REVERSE_KL, FLCE_JSD})
+    if (number == kind) return kind;
+  refuse("divergence", "1, 2 or 3", std::to_string(number));
 }
 
 }  // namespace
 
 flce_problem teacher_of(const flce_problem& student) {
-  flce_problem problem = student;
+  flce_problem problem{}; /* what the call wants of the student is not wanted of it */
   problem.reduction = FLCE_SUM;
   problem.save = FLCE_SAVE_NOTHING;
-  problem.want_grad_input = problem.want_grad_weight = problem.want_grad_bias = false;
+  problem.tokens = student.tokens;
+  problem.hidden = student.hidden;
+  problem.rows = student.rows;
+  problem.vocab = student.vocab;
+  problem.weight_rows = student.weight_rows;
+  problem.dtype = student.dtype;
+  problem.input_dtype = student.input_dtype;
+  problem.weight_dtype = student.weight_dtype;
+  problem.bias_dtype = student.bias_dtype;
+  problem.accum_dtype = student.accum_dtype;
+  problem.logits_dtype = student.logits_dtype;
+  problem.ranks = student.ranks;
+  problem.rank = student.rank;
+  problem.first_class = student.first_class;
+  problem.classes = student.classes;
+  problem.input_is_sharded = student.input_is_sharded;
+  problem.loss = student.loss;
+  problem.divergence = student.divergence;
+  problem.max_memory = student.max_memory;
+  problem.kept_memory = student.kept_memory;
+  problem.saves_memory = student.saves_memory;
   return problem;
 }
 
@@ -311,14 +349,16 @@ void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
       refuse("linear_bias", "the dtype of input, " + either(own, wide),
              dtype_text(to_scalar_type(bias)) + "; torch.autocast casts it", FLCE_INVALID_TYPE);
   }
+  problem->widens_sum = options.accum_dtype < 0;
   problem->accum_dtype =
-      options.accum_dtype < 0 ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
+      problem->widens_sum ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
   problem->logits_dtype = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtype)
                                                    : static_cast<flce_dtype>(options.logits_dtype);
 }
 
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments) {
   Call call;
+  expect_tensor("input", operands.input);
   call.problem = arguments.options.problem;
   call.allow_tf32 = arguments.options.allow_tf32;
   call.id = device_of(operands.input);
@@ -339,16 +379,16 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
+  if (is_cpu(call)) check_items(call.tensors.num_items, problem->rows, *problem);
   check_values(loss, call);
   return call;
 }
 
 Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student) {
   const std::vector<double>& numbers = given.numbers;
+  expect_tensor(given.linear_weight ? "teacher_input" : "teacher_logits", given.input);
   if (numbers.size() != 6) refuse("teacher", "6 numbers", std::to_string(numbers.size()));
-  if (!(numbers[0] >= FLCE_FORWARD_KL && numbers[0] <= FLCE_JSD))
-    refuse("divergence", "1 to 3", std::to_string(numbers[0]));
-  student->problem.divergence = static_cast<flce_divergence>(numbers[0]);
+  student->problem.divergence = divergence_of(numbers[0]);
   student->problem.beta = numbers[1];
   student->problem.hard_weight = numbers[2];
   Call call;
@@ -378,6 +418,7 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
 
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options) {
   Call call;
+  expect_tensor("logits", logits);
   call.problem = options.problem;
   call.id = device_of(logits);
   check_first("logits", logits, call.id);
@@ -387,9 +428,13 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
   problem->vocab = problem->weight_rows = logits.size(logits.dim() - 1);
   if (problem->vocab < 1)
     refuse("logits", "at least one class", "shape " + shape_text(shape_of(logits)));
-  problem->dtype = to_dtype(logits.scalar_type(), "logits");
+  problem->dtype = to_dtype(type_of(logits), "logits");
   call.tensors.input = call.pointer("logits", logits);
   bind_loss(loss, problem->vocab, "logits", &call);
+  int64_t valid = problem->tokens;
+  if (is_cpu(call) && !problem->has_probabilities)
+    valid = valid_rows(call.tensors.target, *problem);
+  if (is_cpu(call)) check_items(call.tensors.num_items, valid, *problem);
   check_values(loss, call);
   return call;
 }

@@ -53,6 +53,15 @@ inline DeviceId device_of(const Tensor& tensor) {
   return id;
 }
 
+/* The dtype; Undefined for one that torch's stable ABI does not know. */
+inline ScalarType type_of(const Tensor& tensor) {
+  try {
+    return tensor.scalar_type();
+  } catch (const std::exception&) {
+    return ScalarType::Undefined;
+  }
+}
+
 /* A new contiguous tensor of unspecified contents. An out-of-memory error says what it is and its
  * name. */
 Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type, DeviceId id, const char* what,

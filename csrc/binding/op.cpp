@@ -15,8 +15,9 @@ namespace {
   "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers, str? group=None"
 
 /* Text that suggests a max_memory of half the current logits buffer, if that still holds one
- * row. */
-std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
+ * row and takes less memory: with more chunks dW may be summed in float32. */
+std::string memory_advice(const Device& device, const flce_problem& problem,
+                          const flce_plan& plan) {
   bool samples = plan.save == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
   int64_t logits =
       plan.buffers[FLCE_BUF_LOGITS].bytes + (samples ? 0 : plan.buffers[FLCE_BUF_SAVED].bytes);
@@ -25,15 +26,22 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
                        " bytes over the inputs, of which " + std::to_string(logits) +
                        " for logits (save=\"" + flce_save_name(plan.save) + "\")";
   if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
+  flce_problem cheaper = problem;
+  cheaper.max_memory = smaller;
+  cheaper.saves_memory = false;
+  if (plan.save == FLCE_SAVE_LOGITS) cheaper.save = FLCE_SAVE_AUTO;
+  flce_plan other;
+  flce_status status = flce_plan_call(device.table(), &cheaper, &other);
+  if (status != FLCE_OK || other.peak_bytes >= plan.peak_bytes) return advice;
   advice += ". Try max_memory=" + std::to_string(smaller);
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
 /* Rethrows; out of memory with that text. */
-[[noreturn]] void rethrow_with_advice(const Failure& failure, const flce_problem& problem,
-                                      const flce_plan& plan) {
+[[noreturn]] void rethrow_with_advice(const Failure& failure, const Device& device,
+                                      const flce_problem& problem, const flce_plan& plan) {
   if (failure.status() != FLCE_OUT_OF_MEMORY) throw;
-  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(problem, plan));
+  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(device, problem, plan));
 }
 
 bool keeps_tensor(const flce_plan& plan) {
@@ -119,12 +127,11 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   if (classes && call.problem.topk > 0)
     refuse("topk", "0 with classes", std::to_string(call.problem.topk));
   flce_plan plan = device.plan(call.problem);
-  call.problem.save = plan.save;
   bind_seed(seed, plan, &call);
   try {
     return run_forward(device, plan, input, group, &call);
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
@@ -148,26 +155,38 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
   call.teacher_input = other.input();
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
-  call.problem.save = plan.save;
   bind_seed(seed, plan, &call);
   try {
     auto [loss, stats, scalars, predictions, saved, grad_input, grad_weight, grad_bias, logits,
           classes] = run_forward(device, plan, input, group, &call);
     return {loss, scalars, grad_input, grad_weight, grad_bias};
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
 /* What a forward saved for its backward, and the upstream gradients. grad_stats holds the gradients
- * of lse and entropy in the rows of these statistics; the other statistics have no gradient.
- * grad_classes is that of the classes' logits. */
+ * of lse, entropy and tail_lse in the rows of these statistics; the other statistics have no
+ * gradient. grad_classes is that of class_logits. */
 struct Kept {
   Tensor grad_output;
-  OptionalTensor grad_stats, grad_classes;
+  OptionalTensor grad_stats, grad_classes, class_logits;
   Tensor stats, scalars;
   OptionalTensor saved;
 };
+
+/* Binds the logits of the rows' classes, and their gradient if there is one. */
+void bind_kept_classes(const Kept& kept, ScalarType type, Call* call) {
+  if (!call->problem.has_grad_classes) return;
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(call->problem.row_classes);
+  if (!kept.class_logits) refuse("class_logits", "those of the forward", "None");
+  expect_like("class_logits", *kept.class_logits, shape, type, call->id);
+  call->tensors.class_logits = kept.class_logits->mutable_data_ptr();
+  if (!kept.grad_classes) return;
+  expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
+  call->tensors.grad_classes = kept.grad_classes->const_data_ptr();
+}
 
 void bind_kept(const Kept& kept, Call* call) {
   flce_tensors* tensors = &call->tensors;
@@ -182,18 +201,15 @@ void bind_kept(const Kept& kept, Call* call) {
   tensors->grad_output = kept.grad_output.const_data_ptr();
   tensors->stats = kept.stats.mutable_data_ptr();
   tensors->scalars = kept.scalars.mutable_data_ptr();
-  if (kept.grad_classes) {
-    std::vector<int64_t> shape = call->shape;
-    shape.push_back(call->problem.row_classes);
-    expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
-    tensors->grad_classes = kept.grad_classes->const_data_ptr();
-  }
+  bind_kept_classes(kept, type, call);
   if (!kept.grad_stats) return;
   expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
   tensors->grad_lse = rows + FLCE_STAT_LSE * n * flce_size_of(stat);
   if (call->problem.has_grad_entropy)
     tensors->grad_entropy = rows + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
+  if (call->problem.has_grad_tail)
+    tensors->grad_tail = rows + FLCE_STAT_TAIL_LSE * n * flce_size_of(stat);
 }
 
 /* Checks the tensor that a forward has saved. */
@@ -212,11 +228,12 @@ void expect_saved(const OptionalTensor& saved, const flce_plan& plan, const Call
 void bind_added(const Tensor& grad_weight, Call* call) {
   const char* name = "grad_weight_into";
   flce_problem* problem = &call->problem;
+  expect_tensor(name, grad_weight);
   expect_shape(name, grad_weight, {problem->weight_rows, flce_grad_weight_cols(problem)});
   if (!grad_weight.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
   expect_device(name, grad_weight, call->id, "input");
   if (!problem->want_grad_weight) refuse("grad_weight", "True with grad_weight_into", "False");
-  problem->added_dtype = to_dtype(grad_weight.scalar_type(), name);
+  problem->added_dtype = to_dtype(type_of(grad_weight), name);
   problem->adds_grad_weight = true;
   call->tensors.grad_weight = grad_weight.mutable_data_ptr();
 }
@@ -249,8 +266,10 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
                         reinterpret_cast<uintptr_t>(call.tensors.grad_weight);
   call.problem.weight_unaligned = addresses % 16 != 0;
   call.problem.has_grad_entropy = kept.grad_stats && call.problem.entropy_gradient;
-  call.problem.has_grad_classes = kept.grad_classes.has_value();
-  if (kept.grad_classes && !loss.classes) refuse("classes", "those of the forward", "None");
+  call.problem.has_grad_tail = kept.grad_stats && call.problem.wants_tail;
+  call.problem.has_grad_classes = kept.grad_classes || call.problem.has_grad_tail;
+  if (call.problem.has_grad_classes && !loss.classes)
+    refuse("classes", "those of the forward", "None");
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   check(flce_check_backward(&plan));
@@ -259,7 +278,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   try {
     return run_backward(device, plan, operands.input, group, &call);
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
@@ -267,18 +286,19 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   "Tensor grad_output, Tensor? grad_stats, Tensor? grad_classes, Tensor input, " \
   "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "   \
   "Tensor? token_weight, Tensor? token_temperature, Tensor? classes, "           \
-  "Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
-#define BACKWARD_ARGUMENTS                                                                     \
-  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,    \
-      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight,  \
-      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,   \
-      Tensor stats, Tensor scalars, OptionalTensor saved, std::optional<int64_t> valid_vocab,  \
-      std::optional<int64_t> rows, std::vector<int64_t> integers, std::vector<double> numbers, \
-      std::optional<std::string> group
-#define MAKE_GRADIENTS(added)                                                              \
-  make_gradients(added, {grad_output, grad_stats, grad_classes, stats, scalars, saved},    \
-                 {input, linear_weight, linear_bias},                                      \
-                 {target, weight, token_weight, token_temperature, std::nullopt, classes}, \
+  "Tensor? class_logits, Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
+#define BACKWARD_ARGUMENTS                                                                    \
+  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,   \
+      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight, \
+      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,  \
+      OptionalTensor class_logits, Tensor stats, Tensor scalars, OptionalTensor saved,        \
+      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,                        \
+      std::vector<int64_t> integers, std::vector<double> numbers, std::optional<std::string> group
+#define MAKE_GRADIENTS(added)                                                                  \
+  make_gradients(added,                                                                        \
+                 {grad_output, grad_stats, grad_classes, class_logits, stats, scalars, saved}, \
+                 {input, linear_weight, linear_bias},                                          \
+                 {target, weight, token_weight, token_temperature, std::nullopt, classes},     \
                  {valid_vocab, rows, unpack_options(integers, numbers)}, group)
 
 std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
@@ -300,17 +320,18 @@ std::tuple<Tensor, Tensor> backward_into(Tensor grad_weight_into, BACKWARD_ARGUM
 /* ---- scaling of gradients made by the forward ---- */
 
 flce_scaled scaled_array(const char* name, const Tensor& out, const Tensor& grad, DeviceId id) {
-  flce_dtype dtype = to_dtype(grad.scalar_type(), name);
+  flce_dtype dtype = to_dtype(type_of(grad), name);
   expect_device(name, grad, id, "the first");
   if (!grad.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
-  return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(out.scalar_type(), "dtype"),
-          dtype, grad.numel()};
+  return {out.mutable_data_ptr(), grad.const_data_ptr(), to_dtype(type_of(out), "dtype"), dtype,
+          grad.numel()};
 }
 
 void run_scale(const Device& device, const std::vector<flce_scaled>& grads,
                const Tensor& grad_output, const OptionalTensor& scalars) {
   DeviceId id = device.id();
-  flce_dtype stat = grad_output.scalar_type() == ScalarType::Double ? FLCE_F64 : FLCE_F32;
+  expect_tensor("grad_output", grad_output);
+  flce_dtype stat = type_of(grad_output) == ScalarType::Double ? FLCE_F64 : FLCE_F32;
   expect_like("grad_output", grad_output, {}, to_scalar_type(stat), id);
   if (scalars) expect_like("scalars", *scalars, {FLCE_SCALAR_COUNT}, to_scalar_type(stat), id);
   const flce_backend* table = device.table();
@@ -336,6 +357,7 @@ void scale_(OptionalTensor grad_input, OptionalTensor grad_weight, OptionalTenso
 }
 
 Tensor scaled(Tensor grad, Tensor grad_output, OptionalTensor scalars, ScalarType dtype) {
+  expect_tensor("grad", grad);
   DeviceId id = device_of(grad);
   Device device(id, false);
   Tensor out = device.allocate(shape_of(grad), to_dtype(dtype, "dtype"), "scaled gradient");
@@ -369,7 +391,8 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
       logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
       unpack_options(integers, numbers));
   call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
-  bind_kept({grad_output, grad_stats, std::nullopt, stats, scalars, std::nullopt}, &call);
+  bind_kept({grad_output, grad_stats, std::nullopt, std::nullopt, stats, scalars, std::nullopt},
+            &call);
   Device device(call.id, false);
   Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
   Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),

@@ -25,6 +25,7 @@ class Reader {
   }
 
   int64_t integer(IntegerSlot slot) const { return integers_[static_cast<size_t>(slot)]; }
+  int64_t least(IntegerSlot slot, int64_t low) const { return choice(slot, low, INT64_MAX); }
   double number(NumberSlot slot) const { return numbers_[static_cast<size_t>(slot)]; }
   bool flag(IntegerSlot slot) const { return choice(slot, 0, 1) == 1; }
   int dtype(IntegerSlot slot) const { return static_cast<int>(choice(slot, -1, FLCE_F16)); }
@@ -55,6 +56,7 @@ void read_loss(const Reader& read, flce_problem* problem) {
   problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
   problem->topk = read.integer(IntegerSlot::topk);
   problem->row_classes = flce_candidates(problem->topk);
+  problem->wants_tail = read.flag(IntegerSlot::wants_tail);
   problem->class_gradient = read.flag(IntegerSlot::class_gradient);
   problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
 }
@@ -65,12 +67,13 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->gradient_eps = read.number(NumberSlot::gradient_eps);
   if (problem->gradient_eps == 0.0) /* which the core takes as not set */
     refuse("gradient_eps", "from 2**-12 to 1", "0.0");
-  problem->max_memory = read.integer(IntegerSlot::max_memory);
+  problem->max_memory = read.least(IntegerSlot::max_memory, 0);
   problem->saves_memory = read.flag(IntegerSlot::saves_memory);
-  problem->kept_memory = read.integer(IntegerSlot::kept_memory);
+  problem->kept_memory = read.least(IntegerSlot::kept_memory, 0);
   problem->consumes_saved = read.flag(IntegerSlot::consumes_saved);
-  problem->differentiates_outputs =
-      read.flag(IntegerSlot::wants_lse) || problem->entropy_gradient || problem->class_gradient;
+  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||
+                                    problem->entropy_gradient || problem->class_gradient ||
+                                    problem->wants_tail;
   problem->accumulates = read.flag(IntegerSlot::accumulates);
   problem->traced = read.flag(IntegerSlot::traced);
   problem->want_grad_input = read.flag(IntegerSlot::grad_input);
@@ -78,9 +81,11 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->want_grad_bias = read.flag(IntegerSlot::grad_bias);
 }
 
+constexpr int64_t kMostRanks = 1 << 20;
+
 void read_shard(const Reader& read, flce_problem* problem) {
-  problem->ranks = read.integer(IntegerSlot::ranks);
-  problem->rank = read.integer(IntegerSlot::rank);
+  problem->ranks = read.choice(IntegerSlot::ranks, 0, kMostRanks);
+  problem->rank = read.least(IntegerSlot::rank, 0);
   problem->input_is_sharded = read.flag(IntegerSlot::input_is_sharded);
   problem->partial_grad_input = read.flag(IntegerSlot::partial_grad_input);
   problem->wide_terms = read.flag(IntegerSlot::wide_terms);
@@ -107,13 +112,14 @@ PackedOptions unpack_options(const std::vector<int64_t>& integers,
   read_loss(read, &options.problem);
   read_strategy(read, &options.problem);
   read_shard(read, &options.problem);
-  options.problem.frozen_hidden = read.integer(IntegerSlot::frozen_hidden);
+  options.problem.frozen_hidden = read.least(IntegerSlot::frozen_hidden, 0);
+  options.problem.first_token = read.least(IntegerSlot::first_token, 0);
   options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
   options.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
   options.logits_dtype = read.dtype(IntegerSlot::logits_dtype);
   options.autocast = read.dtype(IntegerSlot::autocast);
-  options.start = read.integer(IntegerSlot::start);
-  options.vocab = read.integer(IntegerSlot::vocab);
+  options.start = read.least(IntegerSlot::start, -1);
+  options.vocab = read.least(IntegerSlot::vocab, -1);
   return options;
 }
 

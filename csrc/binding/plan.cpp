@@ -1,8 +1,7 @@
 /* The operators without tensors that tell what a call would do: `describe`, for the fakes of the
- * operators and the checks of options alone, and `plan`, for flce.plan. */
-#include <algorithm>
+ * operators and the checks of options alone, and `plan`, for flce.plan. Of the plan's rules
+ * flce.linear_loss, which has chunks of its own, asks for `wide_sum_chunks`. */
 #include <tuple>
-#include <utility>
 
 #include "binding/call.h"
 #include "binding/library.h"
@@ -67,19 +66,6 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
   return problem;
 }
 
-/* Refuses matrices of which a dozen in float64 have more bytes than fit into int64. */
-void check_elements(const flce_problem& problem) {
-  const int64_t most = int64_t{1} << 54;
-  const int64_t vocab = std::max(problem.vocab, problem.classes);
-  const std::pair<const char*, int64_t> sizes[] = {
-      {"tokens", problem.tokens}, {"hidden", problem.hidden}, {"vocab", vocab}};
-  for (size_t i = 0; i < 3; i++)
-    for (size_t j = 0; j < i; j++)
-      if (sizes[i].second > most / std::max<int64_t>(sizes[j].second, 1))
-        refuse(std::string(sizes[j].first) + ", " + sizes[i].first, "a product of at most 2^54",
-               std::to_string(sizes[j].second) + " and " + std::to_string(sizes[i].second));
-}
-
 /* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
 std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
                                         const PackedOptions& options, flce_problem* student) {
@@ -94,7 +80,6 @@ std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
   problem.hidden = hidden;
   problem.has_bias = false;
   choose_teacher_dtypes(options, &problem);
-  check_elements(problem);
   return problem;
 }
 
@@ -160,6 +145,10 @@ std::string gpu_names() {
   return names;
 }
 
+int64_t wide_sum_chunks() {
+  return FLCE_WIDE_SUM_CHUNKS;
+}
+
 /* [capability, multiprocessors, memory, multiply-adds a second, bandwidth], as flce_gpu. */
 std::vector<double> find_gpu(std::string text) {
   flce_gpu gpu = gpu_of(text);
@@ -173,7 +162,6 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
                                                   SIZES_ARGUMENTS) {
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(SIZES, valid_vocab, options);
-  check_elements(problem);
   std::optional<flce_problem> teacher =
       add_teacher(teacher_hidden, teacher_logits, options, &problem);
   if (teacher) problem.teacher = &*teacher;
@@ -199,6 +187,7 @@ FLCE_LIBRARY_FRAGMENT(m) {
   m.def("plan(str gpu, int device_index, " SIZES_SCHEMA
         ") -> (str fields, float sampled_time, str text)");
   m.def("gpu_names() -> str");
+  m.def("wide_sum_chunks() -> int");
   m.def("find_gpu(str gpu) -> float[]");
 }
 
@@ -206,6 +195,7 @@ FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("describe", TORCH_BOX(&describe));
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("gpu_names", TORCH_BOX(&gpu_names));
+  m.impl("wide_sum_chunks", TORCH_BOX(&wide_sum_chunks));
   m.impl("find_gpu", TORCH_BOX(&find_gpu));
 }
 

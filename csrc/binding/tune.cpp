@@ -1,6 +1,6 @@
 /* The operators that benchmarks/tune.py calls: list the recorded GEMMs, list a GEMM's candidate
  * algorithms, time one, select one. */
-#include "binding/device.h"
+#include "binding/arguments.h"
 #include "binding/library.h"
 
 namespace flce {
@@ -51,14 +51,27 @@ std::string gemm_candidates(int64_t device_index, std::string product) {
   });
 }
 
-/* benchmarks/tune.py ensures that the tensors have the sizes that the GEMM needs. */
+/* Of a contiguous tensor on the device. */
+int64_t bytes_of(const char* name, const Tensor& tensor, DeviceId id) {
+  expect_device(name, tensor, id, "a");
+  if (!tensor.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
 double gemm_time(Tensor a, Tensor b, Tensor c, std::optional<Tensor> bias, Tensor workspace,
                  std::string product, int64_t candidate, int64_t repeats) {
   Device device(device_of(a), false);
-  flce_gemm_operands operands = {
-      a.const_data_ptr(),           b.const_data_ptr(),
-      c.mutable_data_ptr(),         bias ? bias->const_data_ptr() : nullptr,
-      workspace.mutable_data_ptr(), workspace.numel()};
+  DeviceId id = device.id();
+  flce_gemm_operands operands = {a.const_data_ptr(),
+                                 b.const_data_ptr(),
+                                 c.mutable_data_ptr(),
+                                 bias ? bias->const_data_ptr() : nullptr,
+                                 workspace.mutable_data_ptr(),
+                                 bytes_of("a", a, id),
+                                 bytes_of("b", b, id),
+                                 bytes_of("c", c, id),
+                                 bias ? bytes_of("bias", *bias, id) : 0,
+                                 bytes_of("workspace", workspace, id)};
   double milliseconds = 0;
   check_tuning(
       tuning().time(device.cuda(), product.c_str(), &operands, candidate, repeats, &milliseconds));

@@ -51,6 +51,27 @@ flce_status flce_check_loss(const flce_problem* problem) {
   return FLCE_OK;
 }
 
+/* A dozen matrices of so many elements have fewer bytes in float64 than fit into int64. */
+static const int64_t kMostElements = INT64_C(1) << 54;
+
+/* Whether the matrices of a call have at most kMostElements. */
+static flce_status check_sizes(const flce_problem* problem) {
+  int64_t all = flce_is_sharded(problem) ? problem->classes : 0;
+  int64_t vocab = max64(problem->weight_rows, all);
+  const struct {
+    const char* names;
+    int64_t rows, cols;
+  } matrices[] = {{"tokens, hidden", problem->tokens, problem->hidden},
+                  {"tokens, vocab", problem->tokens, vocab},
+                  {"hidden, vocab", problem->hidden, vocab},
+                  {"tokens, classes", problem->tokens, problem->row_classes}};
+  for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++)
+    EXPECT(matrices[i].cols <= kMostElements / max64(matrices[i].rows, 1),
+           "%s: expected a product of at most 2^54, got %lld and %lld", matrices[i].names,
+           (long long)matrices[i].rows, (long long)matrices[i].cols);
+  return FLCE_OK;
+}
+
 static flce_status check_added(const flce_problem* problem) {
   flce_dtype weight = problem->weight_dtype, added = problem->added_dtype;
   EXPECT(!problem->adds_grad_weight || added == weight || added == flce_stat_dtype(weight),
@@ -77,6 +98,8 @@ static flce_status check_samples(const flce_problem* problem) {
          "gradient: expected \"exact\" with float64 operands, got \"sampled\"");
   EXPECT(!problem->has_grad_classes,
          "gradient: expected \"exact\" for a gradient of class_logits, got \"sampled\"");
+  EXPECT(!problem->wants_tail,
+         "return_tail_lse: expected False with gradient=\"sampled\", got True");
   EXPECT(problem->topk == 0 || !flce_caps_logits(loss),
          "topk: expected 0 with a softcap and gradient=\"sampled\", got %lld",
          (long long)problem->topk);
@@ -95,10 +118,20 @@ static flce_status check_samples(const flce_problem* problem) {
   return FLCE_OK;
 }
 
+static flce_status check_rank(const flce_problem* problem) {
+  long long ranks = problem->ranks, rank = problem->rank;
+  EXPECT(rank >= 0 && rank < ranks, "rank: expected 0 to %lld, got %lld", ranks - 1, rank);
+  return FLCE_OK;
+}
+
 /* This rank's first class and the number of all classes, as torch.chunk and DTensor divide where
  * `start` is not given. */
 static flce_status find_range(flce_problem* problem, int64_t start, int64_t vocab) {
   long long rows = problem->weight_rows, ranks = problem->ranks, rank = problem->rank;
+  FLCE_TRY(check_rank(problem));
+  EXPECT(ranks <= kMostElements / max64(max64(rows, vocab), 1),
+         "ranks, vocab: expected a product of at most 2^54, got %lld and %lld", ranks,
+         (long long)max64(rows, vocab));
   if (vocab < 0) {
     EXPECT(rows > 0,
            "linear_weight: expected at least one row, or vocab= in flce.VocabParallel, got 0");
@@ -151,11 +184,11 @@ static flce_status check_classes(const flce_problem* problem) {
 
 static flce_status check_shard(const flce_problem* problem) {
   if (!flce_is_sharded(problem)) return FLCE_OK;
-  long long ranks = problem->ranks, rank = problem->rank, tokens = problem->tokens;
+  long long ranks = problem->ranks, tokens = problem->tokens;
   long long first = problem->first_class, classes = problem->classes, vocab = problem->vocab;
   bool scatters = problem->input_is_sharded, partial = problem->partial_grad_input;
   bool exact = classes <= FLCE_EXACT_CLASSES || problem->dtype == FLCE_F64;
-  EXPECT(rank >= 0 && rank < ranks, "rank: expected 0 to %lld, got %lld", ranks - 1, rank);
+  FLCE_TRY(check_rank(problem));
   EXPECT(first >= 0 && classes >= 1 && vocab <= classes && first <= classes - vocab,
          "vocab_parallel: expected a range within the %lld classes, got [%lld, %lld)", classes,
          first, first + vocab);
@@ -177,20 +210,44 @@ static flce_status check_shard(const flce_problem* problem) {
   return FLCE_OK;
 }
 
+/* What the losses have and a divergence does not. */
+static flce_status check_absent_options(const flce_problem* problem) {
+  const struct {
+    const char* name;
+    bool given;
+  } options[] = {{"weight", problem->has_class_weight},
+                 {"label_smoothing", problem->loss.label_smoothing != 0.0},
+                 {"z_loss", problem->loss.z_loss != 0.0},
+                 {"wants_statistics", problem->wants_statistics},
+                 {"wants_predictions", problem->wants_predictions},
+                 {"wants_entropy", problem->wants_entropy},
+                 {"entropy_gradient", problem->entropy_gradient},
+                 {"class_gradient", problem->class_gradient},
+                 {"topk", problem->topk != 0},
+                 {"classes", problem->row_classes > 0},
+                 {"grad_weight_into", problem->adds_grad_weight}};
+  for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+    EXPECT(!options[i].given, "%s: expected none with a divergence, got one", options[i].name);
+  return FLCE_OK;
+}
+
 static flce_status check_teacher(const flce_problem* problem) {
   double beta = problem->beta, hard = problem->hard_weight;
   if (!problem->teacher) return FLCE_OK;
+  FLCE_TRY(flce_check_divergence(problem->divergence));
+  FLCE_TRY(check_absent_options(problem));
   EXPECT(beta > 0.0 && beta < 1.0, "beta: expected 0 < beta < 1, got %g", beta);
   EXPECT(hard >= 0.0 && hard <= 1.0, "hard_weight: expected 0 <= hard_weight <= 1, got %g", hard);
   EXPECT(!problem->has_probabilities,
          "target: expected class indices with a divergence, got probabilities");
-  EXPECT(problem->save != FLCE_SAVE_LOGITS,
-         "save: expected \"auto\", \"grads\" or \"stats\" with a divergence, got \"logits\"");
+  EXPECT(problem->save != FLCE_SAVE_LOGITS && problem->save != FLCE_SAVE_SAMPLES,
+         "save: expected \"auto\", \"grads\" or \"stats\" with a divergence, got \"%s\"",
+         flce_save_name(problem->save));
   EXPECT(hard == 0.0 || (problem->loss.temperature == 1.0 && !problem->has_temperature),
          "hard_weight: expected 0 with a temperature, which the cross entropy would have too, got "
          "%g",
          hard);
-  return FLCE_OK;
+  return flce_check_problem(problem->teacher);
 }
 
 flce_status flce_check_problem(const flce_problem* problem) {
@@ -199,6 +256,9 @@ flce_status flce_check_problem(const flce_problem* problem) {
   long long frozen = problem->frozen_hidden;
   bool empty = vocab == 0 && flce_is_sharded(problem), grads = problem->save == FLCE_SAVE_GRADS;
   EXPECT(tokens >= 0, "tokens: expected at least 0, got %lld", tokens);
+  EXPECT(problem->first_token >= 0 && problem->first_token <= INT64_MAX - tokens,
+         "first_token: expected 0 to %lld, got %lld", (long long)(INT64_MAX - tokens),
+         (long long)problem->first_token);
   EXPECT(hidden >= 1 && (vocab >= 1 || empty),
          "linear_weight: expected at least one row and column, got shape (%lld, %lld)", vocab,
          hidden);
@@ -216,6 +276,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
   EXPECT(!grads || !problem->adds_grad_weight,
          "save: expected \"logits\" or \"stats\" where the weight's gradient is added to the "
          "caller's, got \"grads\", whose forward would change it");
+  FLCE_TRY(check_sizes(problem));
   FLCE_TRY(check_added(problem));
   FLCE_TRY(check_teacher(problem));
   FLCE_TRY(check_samples(problem));
@@ -225,4 +286,28 @@ flce_status flce_check_problem(const flce_problem* problem) {
   FLCE_TRY(check_dtype("accum_dtype", problem->accum_dtype, problem->dtype, stat));
   FLCE_TRY(check_dtype("logits_dtype", problem->logits_dtype, problem->dtype, stat));
   return flce_check_loss(problem);
+}
+
+flce_status flce_check_targets(const flce_problem* problem, const int64_t* target, int64_t classes,
+                               int64_t* valid) {
+  int64_t count = 0, ignore_index = problem->loss.ignore_index;
+  for (int64_t i = 0; i < problem->tokens; i++) {
+    int64_t y = target[i];
+    if (y == ignore_index) continue;
+    if (y < 0 || y >= classes)
+      return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
+                       "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
+                       (long long)(problem->first_token + i), (long long)y, (long long)classes,
+                       (long long)ignore_index);
+    count++;
+  }
+  if (valid) *valid = count;
+  return FLCE_OK;
+}
+
+flce_status flce_check_items(double items, int64_t valid) {
+  EXPECT(items != 0.0 || valid == 0,
+         "num_items: expected a number other than 0 for %lld rows that are not ignored, got 0",
+         (long long)valid);
+  return FLCE_OK;
 }

@@ -132,19 +132,28 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
   return loop->tile_rows > tile && fit >= loop->tile_rows ? loop->tile_rows : tile;
 }
 
+/* The most rows of a chunk. Where the rows' other scratch takes more than their logits, as with few
+ * classes and a large H, a tile whose logits fit max_memory fits. */
+static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* loop, int64_t* fit) {
+  int64_t of_logits = problem->max_memory / max64(loop->logits_bytes, 1);
+  int64_t of_all = problem->max_memory / max64(loop->row_bytes, 1);
+  /* A row of equal shares fits: a rank with more classes must not refuse what the others run. A
+   * rank without a class has no logits. */
+  if (of_logits < 1 && problem->chunk_rows == 0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "max_memory: expected at least one row of logits, %lld bytes, got %lld",
+                     (long long)loop->logits_bytes, (long long)problem->max_memory);
+  *fit = min64(max64(of_all, min64(max64(of_logits, 1), TILE_ROWS)), loop->max_rows);
+  return FLCE_OK;
+}
+
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
                               int64_t* chunks) {
   *chunk_rows = *chunks = 0;
   if (problem->rows == 0) return FLCE_OK;
-  int64_t row = loop->row_bytes > 0 ? loop->row_bytes : 1; /* a rank without a class has none */
-  int64_t fit = min64(problem->max_memory / row, loop->max_rows);
-  /* A row of equal shares fits: a rank with more classes must not refuse what the others run. */
-  if (fit < 1 && problem->chunk_rows > 0) fit = 1;
-  if (fit < 1)
-    return flce_fail(FLCE_INVALID_ARGUMENT,
-                     "max_memory: expected at least one row of logits, %lld bytes, got %lld",
-                     (long long)loop->row_bytes, (long long)problem->max_memory);
+  int64_t fit = 0;
+  FLCE_TRY(fitting_rows(problem, loop, &fit));
   int64_t tile = tile_of(loop, fit);
   int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);
   bool modelled = facts->multiprocessors > 0 && flce_size_of(dtype) == 2 && tile >= TILE_ROWS &&

@@ -138,7 +138,7 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
   bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes ||
-               plan->compares;
+               plan->compares || e->problem->wants_tail;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(fill_logits_gemm(e, c, gemm));
   if (keeps && exp_form)
@@ -182,6 +182,7 @@ static flce_status coefficients(const execution* e, const chunk* c, flce_upstrea
     upstream.loss = optional_ptr(upstream.loss, upstream.loss_stride * c->first, e->stat);
     upstream.lse = optional_ptr(upstream.lse, c->first, e->stat);
     upstream.entropy = optional_ptr(upstream.entropy, c->first, e->stat);
+    upstream.tail = optional_ptr(upstream.tail, c->first, e->stat);
   }
   FLCE_TRY(flce_row_coefficients(e, c, &upstream, factor));
   float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
@@ -269,7 +270,8 @@ static flce_status open_teacher(execution* e, const flce_problem* student,
 static flce_status given_logits(const execution* e, chunk* c) {
   const void* rows;
   FLCE_TRY(chunk_input(e, c, &rows));
-  set_z(&c->view, (void*)rows, e->plan->dtype, e->plan->input_pitch);
+  rows = element_ptr(rows, e->problem->first_logit, e->plan->dtype);
+  set_z(&c->view, rows, e->plan->dtype, e->plan->input_pitch);
   c->view.z_columns = c->view.vocab; /* the others are not ours to write */
   return FLCE_OK;
 }
@@ -330,7 +332,7 @@ static flce_status forward_gradients(const execution* e, const chunk* c) {
     FLCE_TRY(coefficients(e, c, (flce_upstream){0}, loss_factor(e)));
   if (e->plan->compares) {
     FLCE_TRY(compare_rows(e, c, true));
-    if (e->plan->draws) return e->problem->vocab > 0 ? flce_sample_chunk(e, c) : FLCE_OK;
+    if (e->plan->draws) return flce_sample_chunk(e, c);
   } else if (e->plan->form == FLCE_FORM_DZ && e->problem->vocab > 0) {
     flce_rows with_coef = c->view;
     with_coef.coef = c->coef;
@@ -384,12 +386,15 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
   if (!fuses) {
     FLCE_TRY(logits_gemm(e, c));
     if (plan->finds_classes) CALL(e, top_classes, &c->view, false);
-    return pass_rows(e, c);
+    FLCE_TRY(pass_rows(e, c));
+    if (e->problem->wants_tail) CALL(e, tail_rows, &c->view);
+    return FLCE_OK;
   }
   FLCE_TRY(fused_logits(e, c, &gemm, &rows));
   if (begins) FLCE_TRY(begin_rows(e, gradients, true));
   FLCE_TRY(fused_statistics(e, c, &gemm, &rows));
   if (plan->finds_classes) CALL(e, top_classes, &c->view, plan->form == FLCE_FORM_EXP);
+  if (e->problem->wants_tail) CALL(e, tail_rows, &c->view);
   return FLCE_OK;
 }
 
@@ -470,17 +475,25 @@ static flce_status forward(execution* e, teacher_call* teacher) {
   return FLCE_OK;
 }
 
+/* The caller's problem with the strategy that the plan has chosen. */
+static flce_problem with_strategy(const flce_problem* caller, const flce_plan* plan) {
+  flce_problem problem = *caller;
+  problem.save = plan->save;
+  return problem;
+}
+
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
-                         const flce_problem* problem, const flce_plan* plan,
+                         const flce_problem* caller_problem, const flce_plan* plan,
                          const flce_tensors* caller) {
+  flce_problem problem = with_strategy(caller_problem, plan);
   flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
   execution e = {.backend = backend,
                  .shard = &shard,
-                 .problem = problem,
+                 .problem = &problem,
                  .plan = plan,
                  .tensors = &tensors,
-                 .no_class = flce_no_class(problem)};
+                 .no_class = flce_no_class(&problem)};
   if (!plan->keeps_statistics) {
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
@@ -512,9 +525,11 @@ static flce_status backward_rows(const execution* e, chunk* c) {
   flce_rows view = c->view;
   view.coef = exp_form ? NULL : c->coef;
   view.wants_entropy = e->tensors->grad_entropy != NULL;
+  view.has_tail_gradient = e->tensors->grad_tail != NULL;
   bool from_exp = stored && plan->saves_exp;
   CALL(e, grad_rows, &view, from_exp ? exp_scale(plan) : 1.0, true, from_exp);
-  if (view.classes.grads) CALL(e, class_gradients, &view, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
+  if (e->problem->has_grad_classes)
+    CALL(e, class_gradients, &view, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
   return FLCE_OK;
 }
 
@@ -554,15 +569,16 @@ static flce_status backward(execution* e) {
 }
 
 flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
-                          const flce_problem* problem, const flce_plan* plan,
+                          const flce_problem* caller_problem, const flce_plan* plan,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
+  flce_problem problem = with_strategy(caller_problem, plan);
   shard_call shard = {.comm = comm};
   execution e = {.backend = backend,
                  .shard = &shard,
-                 .problem = problem,
+                 .problem = &problem,
                  .plan = plan,
                  .tensors = tensors,
-                 .no_class = flce_no_class(problem)};
+                 .no_class = flce_no_class(&problem)};
   return flce_close_shard(&e, backward(&e));
 }

@@ -1,6 +1,8 @@
 /* The gradients of a chunk from its E or dz, and what precedes and follows the loop over chunks. */
 #include "core/gradients.h"
 
+#include "core/plan_rules.h"
+
 static const void* coef_row(const execution* e, const chunk* c, enum flce_coef_row row) {
   return element_ptr(c->coef, row * e->problem->tokens, e->stat);
 }
@@ -231,7 +233,7 @@ flce_status flce_begin_gradients(const execution* e) {
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
    * chunk, or if add_block adds to it. Sampled gradients have no accumulator. */
-  bool no_chunks = problem->rows == 0 && problem->save != FLCE_SAVE_SAMPLES;
+  bool no_chunks = problem->rows == 0 && !draws_samples(e->plan);
   if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
          problem->vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));

@@ -1,5 +1,5 @@
-/* Names of the enums of problem.h, sizes of dtypes, the message of a thread's last failure, and
- * FLCE_POISON. */
+/* Names and checks of the enums of problem.h, sizes of dtypes, the message of a thread's last
+ * failure, and FLCE_POISON. */
 #include "flce.h"
 
 #include <stdarg.h>
@@ -65,4 +65,17 @@ flce_dtype flce_stat_dtype(flce_dtype dtype) {
 const char* flce_save_name(flce_save save) {
   static const char* const names[] = {"nothing", "logits", "grads", "stats", "samples", "auto"};
   return names[save];
+}
+
+flce_status flce_check_divergence(flce_divergence kind) {
+  switch (kind) {
+    case FLCE_FORWARD_KL:
+    case FLCE_REVERSE_KL:
+    case FLCE_JSD:
+      return FLCE_OK;
+    case FLCE_NO_DIVERGENCE:
+      break;
+  }
+  return flce_fail(FLCE_INVALID_ARGUMENT, "divergence: expected one of flce_divergence, got %d",
+                   (int)kind);
 }

@@ -28,7 +28,7 @@ flce_save flce_known_strategy(const flce_problem* problem) {
     return FLCE_SAVE_NOTHING;
   bool automatic = problem->save == FLCE_SAVE_AUTO;
   if (problem->divergence != FLCE_NO_DIVERGENCE) return automatic ? FLCE_SAVE_GRADS : problem->save;
-  return problem->sampled ? FLCE_SAVE_SAMPLES : problem->save;
+  return problem->sampled && automatic ? FLCE_SAVE_SAMPLES : problem->save;
 }
 
 void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,

@@ -5,19 +5,6 @@
 
 #include <math.h>
 
-static flce_status check_targets(const flce_problem* problem, const int64_t* target) {
-  int64_t ignore_index = problem->loss.ignore_index;
-  for (int64_t i = 0; i < problem->tokens; i++) {
-    int64_t y = target[i];
-    if (y == ignore_index || (y >= 0 && y < problem->vocab)) continue;
-    return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
-                     "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
-                     (long long)i, (long long)y, (long long)problem->vocab,
-                     (long long)ignore_index);
-  }
-  return FLCE_OK;
-}
-
 /* The power of two u for which u * largest lies in (2^(high - 1), 2^high], limited to 2^127
  * (float32). 1 if `largest` is 0, infinite or NaN. */
 static double scale_for(double largest, int high) {
@@ -80,7 +67,8 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   const flce_row_kernels*
       kernels; /* not used: refuses an unsupported FLCE_CPU_VARIANT before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
-  if (!problem->has_probabilities) FLCE_TRY(check_targets(problem, tensors->target));
+  if (!problem->has_probabilities)
+    FLCE_TRY(flce_check_targets(problem, tensors->target, problem->vocab, NULL));
   totals sums = make_totals(problem, tensors, stat);
   if (sums.valid > problem->rows)
     return flce_fail(FLCE_INVALID_ARGUMENT,
@@ -89,6 +77,7 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
   double inverse = 1.0, z_factor = 1.0;
   if (problem->reduction == FLCE_MEAN && tensors->num_items) {
     double items = flce_load(tensors->num_items, stat, 0);
+    FLCE_TRY(flce_check_items(items, sums.valid));
     inverse = items == 0.0 ? 0.0 : 1.0 / items;
   } else if (problem->reduction == FLCE_MEAN) {
     inverse = sums.valid == 0 ? 0.0 : 1.0 / sums.target_weight;

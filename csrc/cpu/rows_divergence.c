@@ -165,6 +165,7 @@ static void divergence_range(int64_t begin, int64_t end, void* context) {
 
 flce_status flce_cpu_divergence_rows(void* self, const flce_divergence_args* call) {
   divergence_pass pass = {.call = call, .series = flce_jsd_series_of(call->beta)};
+  FLCE_TRY(flce_check_divergence(call->divergence));
   FLCE_TRY(flce_cpu_make_row_pass(call->student, call->student->out != NULL, &pass.student));
   FLCE_TRY(flce_cpu_make_row_pass(call->teacher, false, &pass.teacher));
   flce_cpu_parallel(self, call->student->rows, call->student->vocab, divergence_range, &pass);

@@ -36,8 +36,22 @@ static inline double sample_factor(const flce_rows* rows, int64_t i, const int32
   return row * (double)(fabsf(e) < least ? copysignf(least, e) : e);
 }
 
-/* FLCE_INVALID_ARGUMENT if a list has a class beyond `vocab`, or more pairs than it has room for.
- */
-flce_status flce_cpu_check_lists(const int32_t* lists, int64_t rows, int64_t vocab, double eps);
+/* The target in pair 0 of the list of row i of the vectors (problem.h). */
+static inline int32_t sample_target(const flce_rows* rows, int64_t i) {
+  switch (flce_row_kind_at(rows, i)) {
+    case FLCE_ROW_VALID:
+      return (int32_t)rows->target[i];
+    case FLCE_ROW_OUT_OF_RANGE:
+      return 0;
+    case FLCE_ROW_ABSENT:
+    case FLCE_ROW_IGNORED:
+      break;
+  }
+  return -1;
+}
+
+/* FLCE_INVALID_ARGUMENT if a list is not one of these rows: it has another target, pairs in a row
+ * that is not valid, a class that does not exist, or more pairs than it has room for. */
+flce_status flce_cpu_check_lists(const int32_t* lists, const flce_rows* rows, double eps);
 
 #endif

@@ -1,9 +1,7 @@
 /* Backend function `sample_rows`: draws the entries of each row's list from its E (problem.h). */
-#include "cpu/convert.h"
-#include "cpu/cpu.h"
+#include "cpu/sample_order.h"
 #include "random.h"
 
-#include <math.h>
 #include <string.h>
 
 typedef struct sample_job {
@@ -31,7 +29,6 @@ static void sample_row(const sample_job* job, int64_t r, int64_t i, int32_t* lis
     list[2 * count] = (int32_t)j;
     list[2 * count + 1] = (int32_t)flce_bits_of(value);
   }
-  list[0] = (int32_t)rows->target[i];
   list[1] = count;
 }
 
@@ -41,10 +38,9 @@ static void sample_range(int64_t begin, int64_t end, void* context) {
   for (int64_t r = begin; r < end; r++) {
     int64_t i = flce_row_index(rows, r);
     int32_t* list = job->call->lists + r * job->pitch;
-    flce_row_kind kind = flce_row_kind_at(rows, i);
     memset(list, 0, (size_t)job->pitch * sizeof *list);
-    list[0] = kind == FLCE_ROW_OUT_OF_RANGE ? 0 : -1;
-    if (kind == FLCE_ROW_VALID) sample_row(job, r, i, list);
+    list[0] = sample_target(rows, i);
+    if (flce_row_kind_at(rows, i) == FLCE_ROW_VALID) sample_row(job, r, i, list);
   }
 }
 

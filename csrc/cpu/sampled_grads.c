@@ -50,8 +50,7 @@ static void input_range(int64_t begin, int64_t end, void* context) {
 
 flce_status flce_cpu_sampled_grad_input(void* self, const flce_sampled_input_args* call) {
   sampled_input_job job = {.call = call, .pitch = flce_sample_pitch(call->eps)};
-  const flce_rows* rows = call->rows;
-  FLCE_TRY(flce_cpu_check_lists(call->lists, rows->rows, rows->vocab, call->eps));
+  FLCE_TRY(flce_cpu_check_lists(call->lists, call->rows, call->eps));
   FLCE_TRY(flce_cpu_block_kernels(FLCE_F32, call->dx_dtype, &job.dx_kernels));
   FLCE_TRY(flce_cpu_block_kernels(FLCE_F32, call->dtype, &job.w_kernels));
   FLCE_TRY(flce_cpu_block_kernels(FLCE_F32, FLCE_F32, &job.stat_kernels));

@@ -26,7 +26,7 @@ from torch import nn
 import flce
 from flce.composite import autocast_dtype
 from flce.options import DTYPES
-from flce.validate import check_integer, refuse
+from flce.validate import check_integer, is_equal, refuse
 
 from .signatures import takes
 
@@ -159,7 +159,7 @@ def _outputs(input, weight, target, *, chunk_mem_const, use_token_scaling, **opt
     found = output.accuracy
     if of_tokens:
         found = (output.predictions == target).to(output.loss.dtype)
-        found = found.masked_fill(target == options["ignore_index"], 0.0)
+        found = found.masked_fill(is_equal(target, options["ignore_index"]), 0.0)
     return output.loss, output.z_loss, found, output.predictions if predictions else None
 
 
@@ -180,7 +180,7 @@ def _sum_dtype(accum_dtype, input):
     own = input.dtype
     operand = own if own == torch.float64 else autocast_dtype(input.device.type) or own
     if torch.promote_types(operand, accum_dtype) == operand:
-        return None
+        return operand
     # Also for float64: Liger rounds each chunk's dW of 16-bit operands to 16 bits before it adds it
     # in float64, which is a larger error than that of a float32 sum.
     return torch.float32 if operand.itemsize == 2 else accum_dtype
@@ -205,5 +205,6 @@ def _scaled(*operands, reduction, **options):
         loss = loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()  # of rows that are all zeros
     if reduction == "mean":
-        loss = loss / (operands[2] != options["ignore_index"]).sum().clamp(min=1)
+        ignored = is_equal(operands[2], options["ignore_index"])
+        loss = loss / (~ignored).sum().clamp(min=1)
     return output._replace(loss=loss, z_loss=z_loss)

@@ -4,10 +4,8 @@ import torch
 
 from .. import functional
 from .. import options as table
-from ..validate import check_number, check_tensor, refuse
+from ..validate import check_number, check_tensor, local_replica, refuse
 from .sparse import sparse_divergence
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # from 1 on, those of flce_divergence
 
 
 def linear_divergence(
@@ -75,8 +73,8 @@ def linear_divergence(
     ):
         expected = "teacher_input and teacher_weight, or teacher_logits"
         refuse("teacher_input", expected, "another combination of the three", TypeError)
-    if divergence not in DIVERGENCES:
-        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+    if divergence not in table.DIVERGENCES:
+        refuse("divergence", f"one of {table.DIVERGENCES}", repr(divergence))
     if isinstance(teacher_logits, tuple):
         others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
         if teacher_logit_scale != 1.0 or any(other is not None for other in others):
@@ -86,8 +84,9 @@ def linear_divergence(
             refuse("teacher_logits", expected, "one of them")
         if len(teacher_logits) != 2:
             refuse("teacher_logits", "(ids, log-probabilities)", f"{len(teacher_logits)} of them")
-        how = divergence, beta, tail, options
-        return sparse_divergence(input, linear_weight, *teacher_logits, *how)
+        known = [local_replica("teacher_logits", one) for one in teacher_logits]
+        how = divergence, beta, tail, functional.with_local_factors(options)
+        return sparse_divergence(input, linear_weight, *known, *how)
     if hard_weight and target is None:
         refuse("target", "classes with hard_weight", None)
     if target is None:
@@ -110,7 +109,7 @@ def linear_divergence(
     numbers = {"beta": beta, "hard_weight": hard_weight, "teacher_softcap": cap}
     numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
     numbers = [check_number(name, value) for name, value in numbers.items()]
-    numbers = [1.0 + DIVERGENCES.index(divergence), *numbers]
+    numbers = [1.0 + table.DIVERGENCES.index(divergence), *numbers]
     given = teacher_input if teacher_logits is None else teacher_logits
     operands = input, linear_weight, target, given, teacher_weight, teacher_bias, of_rows, numbers
     return functional.divergence_of(*operands, **options)

@@ -58,7 +58,10 @@ def _all_to_all(group, id, received, sent):
 
 
 def _wait(group, id):
-    _works().pop((group, id)).wait()
+    work = _works().pop((group, id), None)
+    if work is None:
+        validate.refuse("id", "that of a collective of the group in flight", id)
+    work.wait()
 
 
 def _abandon():
@@ -137,8 +140,14 @@ def _send_buffer(name, id, size):
 
 def _text(failed):
     error, (function, group, id, *_) = failed
-    which = f"{function.__name__.strip('_')} ({_IDS[id]}) of group {group!r}"
+    which = _IDS[id] if id in range(len(_IDS)) else id
+    which = f"{function.__name__.strip('_')} ({which}) of group {group!r}"
     return f"{which}: {type(error).__name__}: {error}"
+
+
+def _last_error():
+    failed = _in_flight.__dict__.get("failed")
+    return _text(failed) if failed else ""
 
 
 _ADDED = re.compile(r"; with accumulate_into .*? this backward's sum")  # op.cpp
@@ -170,4 +179,4 @@ for _function in (_all_gather, _all_to_all, _wait, _send_buffer):
     _keeping = functools.partial(call_keeping, _in_flight, _function)
     library.impl(f"comm{_function.__name__}", _keeping, "CompositeExplicitAutograd")
 library.impl("comm_abandon", _abandon, "CompositeExplicitAutograd")
-library.impl("comm_error", lambda: _text(_in_flight.failed), "CompositeExplicitAutograd")
+library.impl("comm_error", _last_error, "CompositeExplicitAutograd")

@@ -52,11 +52,21 @@ def _check_call(given, first):
         validate.refuse("accumulate_into", "a plain tensor as linear_weight", got)
 
 
+def _of_dimensions(placement, count):
+    """The placement; a Shard of a dimension counted from the end with that from 0 on."""
+    from torch.distributed.tensor import Shard
+
+    counts = type(placement) is Shard and placement.dim < 0
+    return Shard(placement.dim + count) if counts else placement
+
+
 def local_call(name, operands, settings):
     """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
     from torch.distributed.tensor import Replicate, Shard
 
     names = ("logits", "target") if name == "cross_entropy" else _OPERANDS[: len(operands)]
+    if len(operands) > 4 and operands[4] is None:
+        names = tuple("teacher_logits" if one == "teacher_input" else one for one in names)
     given = dict(zip(names, operands, strict=True)) | settings
     first = next(one for one, value in given.items() if is_dtensor(value))
     if name == "cross_entropy":
@@ -70,11 +80,14 @@ def local_call(name, operands, settings):
     placements |= dict.fromkeys(("adapter_input", "teacher_input"), input.placements)
     placements |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))
     placements |= dict.fromkeys(("teacher_weight", "teacher_bias"), (whole, sharded))
+    placements["teacher_logits"] = (whole, Shard(-1))  # as a head with a sharded weight gives them
     for name, value in given.items():
         allowed = placements.get(name, (whole,))
         fits = value is None or name not in placements or name.startswith("teacher")
         if is_dtensor(value):
-            fits = value.device_mesh == mesh and value.placements in [(one,) for one in allowed]
+            allowed = [_of_dimensions(one, value.dim()) for one in allowed]
+            given_as = tuple(_of_dimensions(one, value.dim()) for one in value.placements)
+            fits = value.device_mesh == mesh and given_as in [(one,) for one in allowed]
         if not fits:
             expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} on {mesh}"
             validate.refuse(name, f"{expected}, that of linear_weight", shown(value))

@@ -1,24 +1,40 @@
 """A vocabulary sharded over ranks: `VocabParallel`, and what the ranks compare before a call."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from .. import composite, fakes, validate
 from .._C import getenv
-from ..options import CHOICES, DTYPES, INTEGERS, NUMBERS, value_of
+from ..options import (
+    CHOICES,
+    DIVERGENCES,
+    DTYPES,
+    INTEGERS,
+    NUMBERS,
+    RETURNS,
+    TEACHER_NUMBERS,
+    defaults,
+    value_of,
+)
 from ..targets import process_group
 from . import collectives, inductor
 
-_OPERANDS = ("linear_weight", "target", "linear_bias", "weight", "token_weight", "temperature")
-# Options that are packed under another name, those packed as an index, and those that may differ
-# between ranks.
+# Options that are packed under another name, and those packed as an index.
 _NAMED = {"input_is_sharded": "sequence", "partial_grad_input": "reduce_input_grad"}
 _NAMED |= {"wide_terms": "reduce_dtype", "accumulates": "accumulate_into"}
 _FLAGS = [name for name in INTEGERS if name.startswith(("grad_", "wants_"))]
 _VALUES = {**CHOICES, **dict.fromkeys(_FLAGS, (False, True)), "partial_grad_input": (True, False)}
 _VALUES |= dict.fromkeys(("accum_dtype", "logits_dtype"), (*DTYPES, None))  # None is -1
-_OF_RANK = ("ranks", "rank", "start", "vocab")
+# What may differ between ranks: their places, the seeds of their own classes, and what stands for a
+# number of rows that is compared.
+_OF_RANK = {"ranks", "rank", "start", "vocab", "layout", "seed", "gradient_seed", "group", "rows"}
+_OF_RANK |= {"vocab_parallel", "valid_bound"}
+# Tensors whose shape follows from those of others, or is that of a rank's classes.
+_BY_DTYPE = {"linear_weight", "linear_bias", "adapter_weight", "teacher_weight", "teacher_bias"}
+_BY_DTYPE |= {"target", "weight", "token_weight", "temperature", "teacher_temperature", "num_items"}
 
 
 class VocabParallel:
@@ -131,29 +147,77 @@ def _check_ranges(given):
         validate.refuse("vocab_parallel", expected, ranges)
 
 
-def _common_options(operands, lists):
-    """Pairs of a name and a value: what the calls of all ranks have to have in common."""
-    input, *others = operands
-    valid_vocab, rows, integers, numbers, _ = lists
-    pairs = [("input", (input.dtype, tuple(input.shape)))]
-    pairs += zip(_OPERANDS, (getattr(one, "dtype", None) for one in others), strict=True)
-    for name, value in zip(INTEGERS, integers, strict=False):  # the last integer is the layout
-        if name not in _OF_RANK:
-            value = _VALUES[name][value] if name in _VALUES else value
-            pairs.append((_NAMED.get(name, name), value))
-    pairs += zip(NUMBERS, numbers, strict=True)
-    if rows == composite.COUNTED:
-        rows = int((operands[2] != value_of(integers, "ignore_index")).sum())
-    return [*pairs, ("valid_vocab", valid_vocab), ("rows that are not ignored", rows)]
+def _described(name, value):
+    """What is compared of an argument; a value that is no number or text by its type."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype if name in _BY_DTYPE else (value.dtype, tuple(value.shape))
+    plain = value is None or isinstance(value, (bool, int, float, str, tuple, torch.dtype))
+    return value if plain else type(value).__name__
 
 
-def before_call(operands, lists, traced):
-    """What the ranks compare before the operator runs: their class ranges, in a group's first
-    call; with FLCE_CHECK=1 in every call, and their options too. A traced call compares nothing."""
-    if traced:
+def _of_operator(op, arguments):
+    """The pairs of a name and what is compared of an operator's arguments."""
+    given = dict(zip((one.name for one in op._schema.arguments), arguments, strict=False))
+    given["temperature"] = given.pop("token_temperature")
+    lists = {"integers": (INTEGERS, {}), "numbers": (NUMBERS, {})}
+    lists["teacher"] = TEACHER_NUMBERS, {"divergence": (None, *DIVERGENCES)}
+    if given.get("teacher_weight", 0) is None:  # logits, of all classes or of a rank's
+        logits = given.pop("teacher_input")
+        yield "teacher_logits", logits[..., :0]
+    for name, value in given.items():
+        if name not in lists:
+            yield name, value
+            continue
+        names, values = lists[name]
+        for item, number in zip(names, value, strict=False):  # the last integer is the layout
+            chosen = {**_VALUES, **values}.get(item)
+            number = number if chosen is None else chosen[int(number)]
+            yield _NAMED.get(item, item), number
+
+
+def _rows_of(arguments):
+    """The rows that an operator computes."""
+    *_, rows, integers, _, _ = arguments
+    if rows != composite.COUNTED:
+        return rows
+    ignored = validate.is_equal(arguments[2], value_of(integers, "ignore_index"))
+    return int((~ignored).sum())
+
+
+def _common(call):
+    """{name: values} of what the calls of all ranks have to have in common: every argument of the
+    operator, every option that the caller has given, and every argument of the function that calls
+    another one, but for those that may differ. A name may stand for a number and for a tensor."""
+    asked = {"call": call.op.name(), **(call.asked or {})}
+    common = {}
+    for name, value in (*asked.items(), *_of_operator(call.op, call.arguments)):
+        common.setdefault(name, []).append(_described(name, value))
+    options = {**defaults(), **dict.fromkeys(RETURNS, False), **call.given}
+    for name, value in options.items():
+        common.setdefault(name, [_described(name, value)])
+    common["rows that are not ignored"] = [_rows_of(call.arguments)]
+    return {name: values for name, values in common.items() if name not in _OF_RANK}
+
+
+def _check_common(given):
+    """`given`: _common of each rank."""
+    for rank, own in enumerate(given):
+        for name in {**given[0], **own}:
+            pairs = itertools.zip_longest(given[0].get(name, ()), own.get(name, ()))
+            for first, value in pairs:
+                if value != first:
+                    got = f"{first!r} on rank 0, {value!r} on rank {rank}"
+                    validate.refuse(name, "the same on all ranks", got)
+
+
+def before_call(call):
+    """What the ranks compare before the operator of a composite.ShardedCall runs: their class
+    ranges, in a group's first call; with FLCE_CHECK=1 in every call, and their options too. A
+    traced call compares nothing."""
+    if composite.is_traced():
         inductor.order_exchanges()
         return
-    *_, integers, numbers, name = lists
+    *_, integers, numbers, name = call.arguments
     ranks = value_of(integers, "ranks")
     group = collectives.group_of(name, value_of(integers, "rank"), ranks)
     compares = getenv("FLCE_CHECK") not in (None, "", "0")
@@ -162,17 +226,14 @@ def before_call(operands, lists, traced):
     # Nor is an object exchanged while a CUDA graph is captured, or with what is fake.
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    if dist.get_backend(group) == "fake" or detect_fake_mode(operands[1:2]) is not None:
+    weight = call.arguments[1]
+    if dist.get_backend(group) == "fake" or detect_fake_mode([weight]) is not None:
         return
-    options = _common_options(operands, lists) if compares else ()
-    own, given = (_range_of(operands, integers, numbers), options), [None] * ranks
-    with torch.cuda.device_of(operands[1]):  # NCCL exchanges objects through the current device
+    options = _common(call) if compares else {}
+    own, given = (_range_of(call.arguments, integers, numbers), options), [None] * ranks
+    with torch.cuda.device_of(weight):  # NCCL exchanges objects through the current device
         dist.all_gather_object(given, own, group=group)
     ranges, options = zip(*given, strict=True)
     _check_ranges(ranges)
-    for rank, pairs in enumerate(options):
-        for (name, first), (_, value) in zip(options[0], pairs, strict=False):
-            if value != first:
-                got = f"{first!r} on rank 0, {value!r} on rank {rank}"
-                validate.refuse(name, "the same on all ranks", got)
+    _check_common(options)
     collectives.compared.add(group)

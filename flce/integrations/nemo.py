@@ -43,7 +43,7 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
         Args:
             hidden_states: shape (..., H); labels: class indices, shape (...).
             lm_weight: shape (V, H), cast to hidden_states' dtype; an FSDP2 DTensor is gathered.
-            num_label_tokens: divides a sum; 0 gives the loss 0.
+            num_label_tokens: divides a sum; 0 only where no label counts.
             grad_reduce_group: process group over which the gathered weight's gradient is averaged.
             loss_weights: a factor for each token, shape (...); only with "sum".
 

@@ -331,6 +331,7 @@ run open_run(const flce_backend* b, const setting* s, const model* m) {
                        .temperature = s->temperature ? m->temperature : NULL,
                        .num_items = s->num_items ? m->num_items : NULL,
                        .seed = &s->seed,
+                       .teacher = s->problem.teacher ? &m->teacher : NULL,
                        .predictions = plan_buffer(&r.plan, FLCE_BUF_PREDICTIONS),
                        .loss = plan_buffer(&r.plan, FLCE_BUF_LOSS),
                        .stats = plan_buffer(&r.plan, FLCE_BUF_STATS),

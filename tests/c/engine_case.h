@@ -31,6 +31,8 @@ typedef struct model {
   double *loss, *dx, *dw, *db; /* expected loss; expected gradients for grad_output */
   /* Sums of the magnitudes of each gradient's terms, to which rounding errors are relative. */
   double *dx_size, *dw_size, *db_size, *loss_size;
+  flce_tensors
+      teacher; /* of a divergence, set by its test: what the loss is then has no definition */
 } model;
 
 typedef struct run {

@@ -1,5 +1,6 @@
 /* divergence_rows: sums, loss and dz of rows of two logits, against the definition in double, whose
  * gradient is checked by the sum over the classes of a row. */
+#include "cpu/cpu.h"
 #include "test.h"
 
 #include <stdlib.h>
@@ -173,7 +174,18 @@ static void check(const setting* s, int threads) {
   }
 }
 
+/* A kernel that does not know a divergence says so. */
+static void test_unknown(void) {
+  flce_cpu cpu = test_cpu(1);
+  const flce_rows none = {.z_dtype = FLCE_F32, .out_dtype = FLCE_F32};
+  flce_divergence_args call = {.student = &none, .teacher = &none, .sums = true, .writes = true};
+  CHECK(flce_cpu_divergence_rows(&cpu, &call) == FLCE_INVALID_ARGUMENT, "none is a divergence");
+  call.divergence = (flce_divergence)(FLCE_JSD + 1);
+  CHECK(flce_cpu_divergence_rows(&cpu, &call) == FLCE_INVALID_ARGUMENT, "one too many is one");
+}
+
 int main(void) {
+  test_unknown();
   test_seed(3);
   for (int variant = 0; test_next_variant(&variant);)
     for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++)

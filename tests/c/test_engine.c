@@ -506,6 +506,16 @@ static void test_refusals(void) {
   s.problem.rows = 24;
   expect_refusal(&s, "rows: expected 0 to 23");
   s = base;
+  const flce_problem teacher = s.problem;
+  s.problem.teacher = &teacher;
+  expect_refusal(&s, "divergence: expected one of flce_divergence, got 0");
+  s.problem.divergence = (flce_divergence)7;
+  expect_refusal(&s, "divergence: expected one of flce_divergence, got 7");
+  s = base;
+  s.problem.tokens = s.problem.rows = INT64_C(1) << 40;
+  s.problem.hidden = INT64_C(1) << 20;
+  expect_refusal(&s, "tokens, hidden: expected a product of at most 2^54, got 1099511627776 and");
+  s = base;
   s.problem.weight_rows = 66;
   expect_refusal(&s, "valid_vocab: expected at most 66, got 67");
   s = base;

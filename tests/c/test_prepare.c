@@ -82,7 +82,8 @@ static void test_prepare(void) {
       {FLCE_NONE, 4, plain, .weight = none, .expected = {3.0, 1.0, 0.0, 1.0, 1.0}},
       {FLCE_MEAN, 4, plain, .weight = weight, .num_items = items,
        .expected = {3.0, 0.1, 11.5, 1638.4, 1.0}},
-      {FLCE_MEAN, 4, plain, .num_items = no_items, .expected = {3.0, 0.0, 3.0, 16384.0, 1.0}},
+      {FLCE_MEAN, 0, plain, .num_items = no_items, .expected = {0.0, 0.0, 3.0, 16384.0, 1.0}},
+      {FLCE_SUM, 4, plain, .num_items = no_items, .expected = {3.0, 1.0, 3.0, 16384.0, 1.0}},
       {FLCE_SUM, 4, plain, .num_items = items, .expected = {3.0, 1.0, 3.0, 16384.0, 1.0}},
       {FLCE_MEAN, 4, plain, .probabilities = true, .weight = weight,
        .expected = {4.0, 0.25, 11.5, 2048.0, 1.0}},
@@ -112,6 +113,11 @@ static void test_prepare_refusals(void) {
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
+  problem.first_token = 1000;
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) ==
+                FLCE_TARGET_OUT_OF_RANGE &&
+            strstr(flce_last_error(), "target[1005] is 50300: "),
+        "sentence: %s", flce_last_error());
   target[5] = -1;
   CHECK(
       backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_TARGET_OUT_OF_RANGE,
@@ -125,6 +131,14 @@ static void test_prepare_refusals(void) {
           strcmp(flce_last_error(),
                  "valid_bound: expected at least as many as the valid rows, "
                  "299, got 7") == 0,
+      "sentence: %s", flce_last_error());
+  const double no_items = 0.0;
+  problem.rows = TOKENS;
+  problem.reduction = FLCE_MEAN;
+  tensors.num_items = &no_items;
+  CHECK(
+      backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_INVALID_ARGUMENT &&
+          strstr(flce_last_error(), "num_items: expected a number other than 0 for 299 rows"),
       "sentence: %s", flce_last_error());
 }
 

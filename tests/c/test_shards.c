@@ -126,6 +126,7 @@ typedef struct rank_call {
   member own;
   flce_comm comm;
   setting s;
+  flce_problem teacher; /* that of s.problem, of this rank */
   model m;
   run r;
 } rank_call;
@@ -146,6 +147,24 @@ static void* elements(void* data, flce_dtype dtype, int64_t count) {
   return (char*)data + count * flce_size_of(dtype);
 }
 
+/* The teacher of a rank, whose problem is `own`: its rows of W, or all columns of its logits. */
+static void open_teacher(rank_call* call, const flce_problem* own, const flce_tensors* whole) {
+  flce_problem* teacher = &call->teacher;
+  *teacher = *own->teacher;
+  teacher->ranks = own->ranks;
+  teacher->rank = own->rank;
+  teacher->classes = own->classes;
+  teacher->first_class = own->first_class;
+  teacher->weight_rows = own->weight_rows;
+  teacher->vocab = own->vocab;
+  call->s.problem.teacher = teacher;
+  if (teacher->gives_logits)
+    teacher->first_logit = own->first_class;
+  else
+    call->m.teacher.linear_weight = elements((void*)whole->linear_weight, teacher->weight_dtype,
+                                             own->first_class * teacher->hidden);
+}
+
 /* The setting of a rank with the rows [first, end) of W, and the model from these rows on. */
 static void open_rank(rank_call* call, group* all, int rank, const setting* s, const model* m,
                       int64_t first, int64_t end) {
@@ -161,6 +180,7 @@ static void open_rank(rank_call* call, group* all, int rank, const setting* s, c
   own->weight_rows = end - first;
   own->vocab = (end < p->vocab ? end : p->vocab) - own->first_class;
   call->s.comm = &call->comm;
+  if (own->teacher) open_teacher(call, own, &m->teacher);
   int64_t rows = flce_input_rows(own);
   if (own->input_is_sharded) call->m.x = elements(m->x, p->input_dtype, rank * rows * p->hidden);
   call->m.w = elements(m->w, p->weight_dtype, first * p->hidden);
@@ -414,6 +434,65 @@ static void test_equal_caps(void) {
   }
 }
 
+/* A divergence on ranks, each of them without a class in turn, against one process. */
+static void compare_divergences(const setting* s, const model* m) {
+  const int64_t v = s->problem.vocab, ends[][3] = {{0, 30, v}, {30, 30, v}, {30, v, v}};
+  const flce_problem* p = &s->problem;
+  run one = run_all(s, m, 1);
+  for (int empty = 0; empty < 3; empty++) {
+    group all;
+    rank_call calls[3];
+    run_threads(s, m, 3, ends[empty], &all, calls);
+    for (int r = 0; r < 3; r++) {
+      const run* made = &calls[r].r;
+      const flce_problem* own = &calls[r].s.problem;
+      int64_t rows = p->reduction == FLCE_NONE ? p->tokens : 1;
+      CHECK(made->status == FLCE_OK, "rank %d: %s", r, flce_status_name(made->status));
+      for (int64_t i = 0; i < rows; i++)
+        CHECK(test_close(flce_load(made->t.loss, FLCE_F64, i), flce_load(one.t.loss, FLCE_F64, i),
+                         1e-11),
+              "rank %d, divergence %d: loss %lld", r, p->divergence, (long long)i);
+      for (int64_t i = 0; p->save == FLCE_SAVE_GRADS && i < p->tokens * p->hidden; i++)
+        CHECK(test_close(flce_load(made->t.grad_input, FLCE_F64, i),
+                         flce_load(one.t.grad_input, FLCE_F64, i), 1e-10),
+              "rank %d, divergence %d: dX %lld", r, p->divergence, (long long)i);
+      const int64_t first = own->first_class * p->hidden;
+      for (int64_t i = 0; p->save == FLCE_SAVE_GRADS && i < own->vocab * p->hidden; i++)
+        CHECK(test_close(flce_load(made->t.grad_weight, FLCE_F64, i),
+                         flce_load(one.t.grad_weight, FLCE_F64, first + i), 1e-10),
+              "rank %d, divergence %d: dW %lld", r, p->divergence, (long long)i);
+      free_rank(&calls[r]);
+    }
+  }
+  free_run(&one);
+}
+
+static void test_divergences(void) {
+  for (int k = 0; k < 24; k++) {
+    setting s = make_setting(FLCE_F64, k % 4 < 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_NOTHING);
+    flce_problem *p = &s.problem, teacher;
+    p->has_bias = p->want_grad_bias = false;
+    p->divergence = (flce_divergence)(FLCE_FORWARD_KL + k / 4 % 3), p->beta = 0.3;
+    p->hard_weight = k % 3 ? 0.0 : 0.25;
+    if (k % 4 == 2) p->reduction = FLCE_NONE;
+    if (k % 4 > 1) p->want_grad_input = p->want_grad_weight = false;
+    if (k % 2) p->rows = 19; /* gathered */
+    teacher = *p;
+    teacher.reduction = FLCE_SUM, teacher.save = FLCE_SAVE_NOTHING;
+    teacher.want_grad_input = teacher.want_grad_weight = false;
+    model m = make_model(&s);
+    teacher.gives_logits = k >= 12;
+    teacher.hidden = k >= 12 ? p->vocab : 5;
+    int64_t rows = p->tokens * teacher.hidden, weights = p->weight_rows * teacher.hidden;
+    void *x = test_fill_normal(FLCE_F64, rows, 1.0), *w = test_fill_normal(FLCE_F64, weights, 1.0);
+    m.teacher = (flce_tensors){.input = x, .linear_weight = w};
+    p->teacher = &teacher;
+    compare_divergences(&s, &m);
+    free(x), free(w);
+    free_model(&m);
+  }
+}
+
 /* Sums in the order of the ranks, in float32 or float64, rounded once. */
 static void test_sums(void) {
   static const struct {
@@ -522,6 +601,7 @@ int main(void) {
   test_hidden_shard();
   test_equal_caps();
   test_sums();
+  test_divergences();
   test_samples();
   test_refusals();
   return test_verdict();

@@ -43,7 +43,29 @@ static flce_status read_product(const char* text, const flce_cuda* cuda, const g
   memcpy(key, numbers + 1, kProductNumbers * sizeof(int64_t));
   key->factors = 0;
   key->device = cuda->device;
-  return FLCE_OK;
+  const int64_t sizes[] = {key->m, key->n, key->k, key->pitch_a, key->pitch_b, key->pitch_c};
+  bool fits =
+      key->dtype >= 0 && key->dtype <= FLCE_F16 && key->c_dtype >= 0 && key->c_dtype <= FLCE_F16;
+  for (const int64_t size : sizes) fits &= size >= 1 && size <= INT32_MAX;
+  if (fits) return FLCE_OK;
+  return flce_fail(FLCE_INVALID_ARGUMENT,
+                   "product: expected sizes of 1 to %d and dtypes of 0 to %d", INT32_MAX, FLCE_F16);
+}
+
+/* Whether `bytes` bytes hold a matrix as it is stored. */
+static bool holds(int64_t bytes, int64_t rows, int64_t cols, int64_t pitch, int64_t dtype) {
+  const int64_t elements = (rows - 1) * pitch + cols;
+  return pitch >= cols && elements * flce_size_of((flce_dtype)dtype) <= bytes;
+}
+
+static bool hold_product(const gemm_key* key, const flce_gemm_operands* given) {
+  const bool ta = key->transpose_a != 0, tb = key->transpose_b != 0;
+  return holds(given->a_bytes, ta ? key->k : key->m, ta ? key->m : key->k, key->pitch_a,
+               key->dtype) &&
+         holds(given->b_bytes, tb ? key->n : key->k, tb ? key->k : key->n, key->pitch_b,
+               key->dtype) &&
+         holds(given->c_bytes, key->m, key->n, key->pitch_c, key->c_dtype) &&
+         (!key->bias || (given->bias && holds(given->bias_bytes, 1, key->n, key->n, key->c_dtype)));
 }
 
 /* ---- recorded GEMMs and candidates ---- */
@@ -129,9 +151,12 @@ static flce_status time_launches(const gemm_device* device, const flce_cuda* cud
 }
 
 /* Fills `g` from the key and the pointers of `given`. FLCE_INVALID_ARGUMENT if these have other
- * alignments, bias or workspace than the key. */
+ * alignments, bias or workspace than the key, or less memory than it needs. */
 static flce_status bind_product(const flce_cuda* cuda, const gemm_key* key,
                                 const flce_gemm_operands* given, flce_gemm* g) {
+  if (!hold_product(key, given)) {
+    return flce_fail(FLCE_INVALID_ARGUMENT, "operands: expected the sizes of the product");
+  }
   g->m = key->m;
   g->n = key->n;
   g->k = key->k;

@@ -68,8 +68,8 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   double inv_denom = 1, z_factor = 1;
   if (mean) {
     const double items = t.num_items ? (double)((const S*)t.num_items)[0] : rows.weight;
-    const double count = t.num_items ? items : rows.valid;
-    inv_denom = count == 0 ? 0 : 1 / items;
+    inv_denom = rows.valid == 0 ? 0 : 1 / items;
+    if (t.num_items) inv_denom = items != 0 ? 1 / items : rows.valid == 0 ? 0 : (double)NAN;
   }
   if (own_mean && t.class_weight && t.target && rows.valid > 0) z_factor = rows.weight / rows.valid;
   if (rows.valid > (double)p.rows) inv_denom = (double)NAN;

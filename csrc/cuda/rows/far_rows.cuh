@@ -44,13 +44,14 @@ __device__ __forceinline__ float far_class(FarRow& row, uint32_t word, float* p)
   float Q = 0, grad_term, loss_term = 0;
   if (KIND == FLCE_FORWARD_KL || SUMS)
     Q = exp2_fast((both.log2_larger + row.q_shift) - fmaxf(both.r, 0));
-  if (KIND == FLCE_FORWARD_KL) {
+  if constexpr (KIND == FLCE_FORWARD_KL) {
     grad_term = P - Q;
     loss_term = Q > 0 ? fmaf(-kLn2 * Q, ratio, grad_term) : grad_term;
-  } else if (KIND == FLCE_REVERSE_KL) {
+  } else if constexpr (KIND == FLCE_REVERSE_KL) {
     grad_term = P == 0 ? 0 : P * ratio;
     loss_term = fmaf(kLn2, grad_term, Q - P);
   } else {
+    static_assert(KIND == FLCE_JSD, "a divergence without its terms");
     const float log2_m = log2_fast(1 + exp2_fast(-fabsf(ratio))); /* m over the larger of P and Q */
     grad_term = -P * ((log2_m + row.log2_a) - fmaxf(fminf(ratio, 0), -1e30f));
     loss_term = fmaf(-Q, (log2_m + row.log2_b) + fminf(fmaxf(ratio, 0), 1e30f), grad_term);

@@ -286,13 +286,14 @@ __device__ __forceinline__ bool compared_far(const divergence_params& c, bool ma
 template <Source FROM, flce_divergence KIND, typename Z, typename Out, typename S>
 __device__ __forceinline__ void compare_row(const divergence_params& c, RowPair<Z>& pair, Out* out,
                                             S* scratch) {
+  /* Without `sums` and `out` no logits are read: a rank without a class has none. */
+  const bool in_one_pass = KIND == FLCE_FORWARD_KL && c.sums && out;
   RowRange range = {};
-  if constexpr (FROM == kPackedRows || KIND == FLCE_FORWARD_KL)
-    range = range_of<FROM, Out>(pair, scratch);
+  if (FROM == kPackedRows || in_one_pass) range = range_of<FROM, Out>(pair, scratch);
   if constexpr (FROM == kPackedRows) {
     if (compared_far<KIND>(c, range.many_far, pair, out, scratch)) return;
   }
-  if (KIND == FLCE_FORWARD_KL && c.sums && out && !range.all_near) {
+  if (in_one_pass && !range.all_near) {
     pass_over<true, true, FROM, KIND>(c.series, pair, out);
     exchange_sums<KIND>(c, scratch, pair);
     return;
@@ -345,9 +346,17 @@ static Series make_series(double beta) {
 
 template <Source FROM, typename Z, typename Out>
 static divergence_kernel kernel_of(flce_divergence kind) {
-  return kind == FLCE_FORWARD_KL   ? divergence_rows<FROM, FLCE_FORWARD_KL, Z, Out>
-         : kind == FLCE_REVERSE_KL ? divergence_rows<FROM, FLCE_REVERSE_KL, Z, Out>
-                                   : divergence_rows<FROM, FLCE_JSD, Z, Out>;
+  switch (kind) {
+    case FLCE_FORWARD_KL:
+      return divergence_rows<FROM, FLCE_FORWARD_KL, Z, Out>;
+    case FLCE_REVERSE_KL:
+      return divergence_rows<FROM, FLCE_REVERSE_KL, Z, Out>;
+    case FLCE_JSD:
+      return divergence_rows<FROM, FLCE_JSD, Z, Out>;
+    case FLCE_NO_DIVERGENCE:
+      break;
+  }
+  return NULL;
 }
 
 template <Source FROM>
@@ -382,6 +391,7 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const bool packs_well = is_aligned(s->z, 16) && s->z_pitch % 4 == 0 && call->sums &&
                           !call->partial &&
                           (!s->out || (s->out == s->z && s->out_pitch == 2 * s->z_pitch));
+  FLCE_TRY(flce_check_divergence(call->divergence));
   if (!kernel || (call->packed && !packs_well)) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),
                                     make_args(t),

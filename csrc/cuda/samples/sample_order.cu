@@ -38,12 +38,12 @@ __device__ __forceinline__ int2 entry_at(const sample_order& o, const flce_rows&
                                          int64_t position) {
   const int64_t where = o.slots[position], row = where / slots;
   const int slot = (int)(where % slots);
-  const int64_t at = vectors_at(r, row);
+  const int64_t token = vectors_at(r, row), at = token < 0 ? 0 : token;
   const int2 pair = ((const int2*)(lists + row * pitch))[slot];
   float factor = slot == 0
                      ? ((const float*)r.coef)[FLCE_COEF_TARGET * r.stat_pitch + at]
                      : factor_of_values(r, at) * value_of_pair(r, at, eps, __int_as_float(pair.y));
-  if ((uint32_t)pair.x >= r.vocab) factor = NAN;
+  if ((uint32_t)pair.x >= r.vocab || token < 0) factor = NAN; /* not what sample_rows writes */
   return make_int2((int)at, __float_as_int(factor));
 }
 
