@@ -73,7 +73,7 @@ def test_an_operand_that_is_written_to_is_named(name):
         written[-1:] = (written[-1:] + 1) % len(w) if name == "y" else 2 * written[-1:]
         return right(*read, options)
 
-    case = dataclasses.replace(SMALL[0], bias=True, targets="any", seed=3)
+    case = dataclasses.replace(SMALL[0], bias="normal", targets="any", seed=3)
     for at in (0, 1):
         found = explain(Adapter("wrong", functools.partial(writes, at), ALL), case, CPU)
         (line,) = [line for line in found if line.startswith(f"{name}, written to[")]
@@ -220,8 +220,8 @@ def test_a_case_is_repeatable():
 def test_every_kind_is_drawn():
     drawn = [draw(1, index) for index in range(1500)]
     kinds = {"call": {"once", "second backward", "interleaved", "no_grad"}}
-    kinds |= {"bias": {"none", "normal", "masked"}, "logits": {"normal", "huge", "extreme"}}
-    kinds |= {"weight": {"none", "positive", "zeros", "signed"}}
+    kinds |= {"bias": {None, "normal", "masked"}, "logits": {"normal", "huge", "extreme"}}
+    kinds |= {"weight": {None, "positive", "zeros", "signed"}}
     kinds |= {"layout": {"plain", "strided", "padded", "unaligned", "tied", "same"}}
     kinds |= {"upstream": {"one", "zero", "other", "expanded", "strided", "scaled"}}
     for field, values in kinds.items():
@@ -313,6 +313,14 @@ def test_the_command_draws_and_repeats_cases(monkeypatch, tmp_path, capsys):
         call(monkeypatch, command, "--cases", 2, "--only", 7)
     with pytest.raises(SystemExit, match="expected flce to be run on a case, got none"):
         call(monkeypatch, command, "--cases", 2, "--seconds", 0)
+
+
+def test_the_sum_with_a_bias_is_a_rounding_of_its_own(scripts):
+    """Not of a case without one, whose tolerance would be too wide."""
+    rounds = scripts("conformance_peers").rounding(scripts("conformance_peers").with_bias)
+    assert rounds(SMALL[0], CPU).logits == 1
+    for bias in ("normal", "masked"):
+        assert rounds(dataclasses.replace(SMALL[0], bias=bias), CPU).logits == 2
 
 
 def test_the_table_of_records(scripts, monkeypatch, tmp_path):

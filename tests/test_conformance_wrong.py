@@ -2,6 +2,8 @@
 fails a case of the group that has to find it. A wrong one is run on cases of that group alone, up
 to the first that it fails; the suite's own run would fail there too."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import wrong
@@ -44,6 +46,12 @@ def passes(loss, case):
 @pytest.mark.parametrize("one", wrong.WRONG, ids=lambda one: one.name)
 def test_a_wrong_implementation_fails(one):
     assert not all(passes(one.loss, case) for case in cases_that_find(one))
+
+
+def test_the_page_has_their_number():
+    root, number = Path(__file__).parents[1], f"{len(wrong.WRONG)} wrong implementations"
+    for name in ("docs/conformance.md", "CHANGELOG.md"):
+        assert number in " ".join((root / name).read_text().split()), name
 
 
 def test_the_right_function_passes_as_the_wrong_ones_are_called():

@@ -6,13 +6,13 @@ from wrong import WRONG, Changed, Raised, Wrong, found_by, right
 # ---- layouts ----
 
 
-@found_by("layout", layout="strided", bias="none")
+@found_by("layout", layout="strided", bias=None)
 def reads_rows_as_contiguous(x, w, y, bias, options):
     plain = x.as_strided(x.shape, (x.shape[1], 1))
     return right(plain, w, y, bias, options)
 
 
-@found_by("layout", layout="padded", bias="none")
+@found_by("layout", layout="padded", bias=None)
 def reads_rows_without_their_distance(x, w, y, bias, options):
     """A copy only where the elements of a row are apart."""
     if x.stride(1) == 1:
@@ -20,7 +20,7 @@ def reads_rows_without_their_distance(x, w, y, bias, options):
     return right(x, w, y, bias, options)
 
 
-@found_by("layout", layout="strided", bias="none")
+@found_by("layout", layout="strided", bias=None)
 def reads_the_weight_as_contiguous(x, w, y, bias, options):
     return right(x, w.as_strided(w.shape, (w.shape[1], 1)), y, bias, options)
 
@@ -36,7 +36,7 @@ def reads_the_bias_as_contiguous(x, w, y, bias, options):
     return right(x, w, y, bias, options)
 
 
-@found_by("layout", layout="strided", bias="none")
+@found_by("layout", layout="strided", bias=None)
 def reads_targets_as_contiguous(x, w, y, bias, options):
     y = y.as_strided(y.shape, (1,))
     return right(x, w, y.masked_fill(y == -1, 0), bias, options)

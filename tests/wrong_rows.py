@@ -128,7 +128,7 @@ def upstream_reaches_x_alone(x, w, y, bias, options):
     return of_x + of_w - of_w.detach()
 
 
-@found_by("options", bias="normal", weight="none")
+@found_by("options", bias="normal", weight=None)
 def upstream_does_not_reach_the_bias(x, w, y, bias, options):
     if bias is None:
         return right(x, w, y, bias, options)

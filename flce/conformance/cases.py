@@ -27,8 +27,8 @@ class Case:
     ignored: none, some, first, last, all. poisoned: the ignored rows of x hold NaN.
     upstream: the gradient of the loss: one, zero, other; scaled: 65536; expanded: one number for
     all rows; strided: a vector that is not contiguous.
-    bias: none, normal, or masked: -inf for some classes that are no target.
-    weight: of classes: none, positive, zeros (some are 0), or signed (some are negative).
+    bias: None, normal, or masked: -inf for some classes that are no target.
+    weight: of classes: None, positive, zeros (some are 0), or signed (some are negative).
     layout: plain; strided: no operand is contiguous; padded: there is memory between the rows of x
     and of w; unaligned: an operand begins one element after its memory; tied: x is rows of w; same:
     x is w.
@@ -50,8 +50,8 @@ class Case:
     int32: bool = False
     reduction: str = "mean"
     upstream: str = "one"
-    bias: str = "none"
-    weight: str = "none"
+    bias: str | None = None
+    weight: str | None = None
     softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -265,8 +265,8 @@ _CHOICES = {
     "int32": (False, True),
     "reduction": ("mean", "mean", "sum", "none"),
     "upstream": ("one", "other", "other", "expanded", "zero"),
-    "bias": ("none", "normal"),
-    "weight": ("none", "none", "positive"),
+    "bias": (None, "normal"),
+    "weight": (None, None, "positive"),
     "softcap": (None, None, None, 1.5, 30.0),
     "label_smoothing": (0.0, 0.0, 0.1, 1.0),
     "z_loss": (0.0, 0.0, 1e-4, 0.5),

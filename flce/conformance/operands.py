@@ -111,7 +111,7 @@ def _with_ignored_rows(case, y, draws, device):
 
 def _bias(case, y, draws, device):
     """masked: a third of the classes that are no target have -inf."""
-    if case.bias == "none":
+    if case.bias is None:
         return None
     bias = (2.0 * _normal(draws, device, case.vocab)).to(NAMES[case.dtype])
     if case.bias == "masked":
@@ -125,7 +125,7 @@ def _bias(case, y, draws, device):
 def _class_weights(case, y, draws, device):
     """Exact in every dtype. That of the first target that is not ignored is positive: a mean whose
     weights are all 0 is no number."""
-    if case.weight == "none":
+    if case.weight is None:
         return None
     weight = torch.randint(1, 9, (case.vocab,), generator=draws, device=device) / 4
     if case.weight != "positive":
