@@ -194,6 +194,19 @@ def test_truth_is_the_reference_in_float64():
             assert close.all(), f"{index} {name} {case}"
 
 
+def test_a_product_that_may_overflow_is_not_judged():
+    """Also where it is multiplied by 0: inf times 0 is no tolerance."""
+    case = dataclasses.replace(SMALL[0], dtype="float16", reduction="sum", upstream="scaled")
+    given = build(case, CPU)
+    with torch.no_grad():
+        given.w[:, 0] = 0
+        given.x[:, 1] = 0
+    tolerance = truth(case, given, Rounding()).tolerance
+    for name, zeros in (("input", tolerance["input"][:, 0]), ("weight", tolerance["weight"][:, 1])):
+        assert not tolerance[name].isnan().any() and zeros.isinf().any(), name
+    assert not explain(Adapter("right", right, ALL), case, CPU)
+
+
 def test_tolerance_has_the_stated_roundings_alone():
     case = SMALL[0]
     given = build(case, CPU)

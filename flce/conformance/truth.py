@@ -80,7 +80,9 @@ def truth(case: Case, given: Operands, rounding: Rounding) -> Truth:
     sizes = torch.cat([upstream.abs().flatten(), upstream.new_ones(1)])
     scale = sizes.amax() if rounding.results > 1 else 1.0
     for name, value in exact.items():
-        bound = rounded(bounds[name], value, dtype, rounding.results, scale)
+        # inf * 0: of a product whose operand may have overflowed.
+        bound = bounds[name].masked_fill(bounds[name].isnan(), torch.inf)
+        bound = rounded(bound, value, dtype, rounding.results, scale)
         bounds[name] = bound.masked_fill(none if name == "input" else none.all(), 0.0)
     if given.rows is not None:  # autograd adds x's gradient to its rows of w's
         exact["weight"].index_add_(0, given.rows, exact["input"])
