@@ -1,10 +1,9 @@
-/* Names and checks of the enums of problem.h, sizes of dtypes, the message of a thread's last
- * failure, and FLCE_POISON. */
+/* Names and checks of the enums of problem.h, sizes of dtypes, and the message of a thread's last
+ * failure. */
 #include "flce.h"
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 static _Thread_local char last_error[512];
@@ -22,11 +21,6 @@ const char* flce_status_name(flce_status status) {
       [FLCE_COMM_FAILED] = "exchange failed",
   };
   return names[status];
-}
-
-bool flce_poisons(void) {
-  const char* asked = getenv("FLCE_POISON");
-  return asked && strcmp(asked, "1") == 0;
 }
 
 flce_status flce_fail(flce_status status, const char* format, ...) {
