@@ -106,9 +106,14 @@ struct flce_backend {
    * dtype. NaN for a class that does not exist, and in rows whose target is out of range; else as
    * flce_tensors.class_logits says. */
   flce_status (*class_logits)(void* self, const flce_class_logits_args* call);
-  /* Adds rows->classes.grads to the rows of dz in `out`; times 1 / scale[0], if scale is not NULL.
-   * The gradients of equal classes are summed in the stat dtype. A class that does not exist makes
-   * column 0 of its row NaN. */
+  /* TAIL_LSE of the rows, from z; stat_rows or fused_statistics has run before. NaN in a row with a
+   * class that does not exist. */
+  flce_status (*tail_rows)(void* self, const flce_rows* rows);
+  /* Writes the columns of the rows' classes of dz in `out`, by the formula of enum flce_coef_row in
+   * the stat dtype from rows->classes.z, rounded once: what grad_rows has written there is rounded
+   * already, and a difference such as p_j - q_j with it would have the rounding error of p_j.
+   * classes.grads are multiplied by 1 / scale[0], if scale is not NULL; those of equal classes are
+   * summed. A class that does not exist makes column 0 of its row NaN. */
   flce_status (*class_gradients)(void* self, const flce_rows* rows, const float* scale);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
@@ -220,7 +225,7 @@ struct flce_backend {
             sum_partial_dx)                                                                      \
   FLCE_EACH(X, sample_rows, sampled_grad_input, order_samples, sampled_grad_weight,              \
             sampled_grad_bias, scale_grads)                                                      \
-  X(top_classes) X(class_logits) X(class_gradients) X(divergence_rows)
+  X(top_classes) X(class_logits) X(class_gradients) X(tail_rows) X(divergence_rows)
 #define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
 
 #ifdef __cplusplus

@@ -20,6 +20,9 @@ enum flce_stat_row {
    * Probabilities: 0. */
   FLCE_STAT_SLOPE,
   FLCE_STAT_WEIGHT_SUM, /* probabilities: sum_j w_j q_j, q = (1-s) t + s/V; class targets: 0 */
+  /* If wants_tail: logsumexp of l over the tail, the classes that are not among the row's own
+   * (flce_row_classes); -inf if there is none. Else 0. */
+  FLCE_STAT_TAIL_LSE,
   FLCE_STAT_ROWS
 };
 
@@ -61,7 +64,9 @@ enum { FLCE_MAX_SCALE_EXPONENT = 80, FLCE_MAX_INPUT_EXPONENT = 40 };
  * g_lse, m = lse - entropy: dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j -
  * SOFT w_j t_j)
  *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
- * where g = grad_output * factor[0]; g_lse and g_entropy are not multiplied by factor. */
+ *          + [j in the tail] slope_j exp(l_j - TAIL_LSE) TAIL
+ *          + g_j, the gradient of the class's z, if j is among the row's classes,
+ * where g = grad_output * factor[0]; g_lse, g_entropy and g_tail are not multiplied by factor. */
 enum flce_coef_row {
   FLCE_COEF_ROW, /* a r inv_sum: the factor of exp(l - c) */
   /* Class targets: a slope_y (r p_y - k (1-s) w_y), computed without cancellation: the gradient in
@@ -72,6 +77,7 @@ enum flce_coef_row {
   FLCE_COEF_VALID,   /* the factor of x in form dz: input_scale, 0 for ignored rows */
   FLCE_COEF_ENTROPY, /* a g_entropy inv_sum */
   FLCE_COEF_SOFT,    /* probabilities: a k (1-s); class targets: 0 */
+  FLCE_COEF_TAIL,    /* a g_tail: the factor of the softmax over the tail alone */
   FLCE_COEF_ROWS
 };
 
@@ -117,11 +123,12 @@ struct flce_gemm {
   const void* bias;
 };
 
-/* Classes of each row whose logits are an output (flce_tensors.classes). The vectors are indexed
- * like those of flce_rows, with `count` elements a row. */
+/* Classes of each row whose logits are an output (flce_tensors.classes); the others are the row's
+ * tail. The vectors are indexed like those of flce_rows, with `count` elements a row. */
 typedef struct flce_row_classes {
   int64_t* ids;      /* classes of the whole vocabulary; NULL where there are none */
-  const void* grads; /* stat dtype: the gradients of their z; NULL in a forward */
+  const void* z;     /* stat dtype: flce_tensors.class_logits; read by class_gradients */
+  const void* grads; /* stat dtype: the gradients of these z, or NULL for 0 */
   int64_t count;     /* of a row */
   int64_t first;     /* class of column 0: this rank's first one */
   int64_t all;       /* of the whole vocabulary */
@@ -161,6 +168,7 @@ typedef struct flce_rows {
   const void* temperature;        /* temperature_i, [N] stat dtype, or NULL for ones */
   flce_loss options;              /* parameters of the loss */
   bool wants_entropy;             /* stats: compute ENTROPY; gradients: add the entropy's */
+  bool has_tail_gradient;         /* gradients: add those of TAIL_LSE */
   /* [rows][out_pitch] out_dtype, or NULL. May be z itself: then each row of out starts at the
    * address of its row of z. */
   void* out;
@@ -243,7 +251,8 @@ typedef struct flce_shard {
 } flce_shard;
 
 /* What a rank knows of a row from its own classes, in the stat dtype; the ranks exchange it. The
- * fields from ENTROPY on are exchanged if any of them is needed (flce_shard_stat_count). */
+ * fields from ENTROPY to COLUMN are exchanged if any of them is needed, and all if TAIL is
+ * (flce_shard_stat_count). */
 enum flce_shard_stat {
   FLCE_SHARD_STAT_LSE,       /* logsumexp of the rank's l; -inf if it has no class */
   FLCE_SHARD_STAT_NLL,       /* LSE - l_y on the target's rank, -1 on the others */
@@ -252,6 +261,7 @@ enum flce_shard_stat {
   FLCE_SHARD_STAT_WEIGHT,    /* sum_j w_j */
   FLCE_SHARD_STAT_TOP,       /* the largest l, -inf if there is none */
   FLCE_SHARD_STAT_COLUMN,    /* the lowest class that has it */
+  FLCE_SHARD_STAT_TAIL,      /* TAIL_LSE of the rank's classes; -inf if it has none */
   FLCE_SHARD_STATS
 };
 
@@ -261,7 +271,8 @@ enum { FLCE_EXACT_CLASSES = 1 << 24 };
 static inline int flce_shard_stat_count(const flce_problem* problem) {
   bool more =
       problem->wants_entropy || problem->wants_predictions || problem->loss.label_smoothing > 0.0;
-  return more ? FLCE_SHARD_STATS : FLCE_SHARD_STAT_NLL + 1;
+  if (problem->wants_tail) return FLCE_SHARD_STATS;
+  return more ? FLCE_SHARD_STAT_TAIL : FLCE_SHARD_STAT_ENTROPY;
 }
 
 /* Upstream gradients, stat dtype. Their vectors are indexed like those of flce_rows. */
@@ -270,6 +281,7 @@ typedef struct flce_upstream {
   int64_t loss_stride; /* 0 or 1 */
   const void* lse;     /* of a row's lse; NULL for 0 */
   const void* entropy; /* of a row's entropy; NULL for 0 */
+  const void* tail;    /* of a row's TAIL_LSE; NULL for 0 */
   /* TARGET includes the entropy's term, a slope_y g_entropy p_y (m - l_y): for save=samples, whose
    * lists have no E of the target. */
   bool entropy_in_target;
@@ -436,15 +448,13 @@ typedef struct flce_sum_dx_args {
   int64_t count;        /* of elements */
 } flce_sum_dx_args;
 
-/* Without an index in `rows`, its row 0 is token `first_token`; with one, its vectors start at
- * token 0 and first_token is 0. */
 typedef struct flce_sample_rows_args {
   const flce_rows* rows; /* target, index, out (E), stats and stat_pitch are read */
   int32_t* lists;        /* [rows->rows][flce_sample_pitch(eps)] */
   double eps;            /* flce_problem.gradient_eps */
   int bits;              /* flce_sample_bits() */
   const int64_t* seed;   /* [1] */
-  int64_t first_token;   /* see above */
+  int64_t first_token;   /* the number of the token at which the vectors of `rows` start */
 } flce_sample_rows_args;
 
 typedef struct flce_sampled_input_args {

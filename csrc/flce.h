@@ -135,6 +135,13 @@ typedef struct flce_collective {
   int64_t bytes;             /* that a rank receives from the others in all of them */
 } flce_collective;
 
+/* From so many chunks on dW is summed in the stat dtype, unless the caller says otherwise. A 16-bit
+ * sum is rounded once for each chunk: over 8, 16, 32 and 86 chunks the error of the gradients of
+ * rare classes is 1.5, 2, 3 and 9 times that of one chunk, and over hundreds, where a chunk adds
+ * less than half a unit of the sum's last digit, these gradients lose up to 40 % (docs/memory.md).
+ * A float32 accumulator takes 4 V H bytes. */
+enum { FLCE_WIDE_SUM_CHUNKS = 16 };
+
 /* All decisions for one problem on one device. Pitches are in elements. */
 typedef struct flce_plan {
   flce_save save;   /* flce_problem.save */
@@ -175,6 +182,7 @@ typedef struct flce_plan {
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
   bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
+  bool sums_tail;         /* the forward reads its logits to sum those of each row's tail */
   bool draws;             /* a sampled divergence: the forward draws from dz, save=grads */
   bool compares;          /* a divergence: the forward reads its logits and a teacher's */
   bool packs;      /* its logits GEMM packs both there (flce_rows.teacher in backend_args.h) */
@@ -242,10 +250,10 @@ flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t voca
 /* FLCE_INVALID_ARGUMENT if a parameter of the loss is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_problem* problem);
 
-/* *valid, unless `valid` is NULL, = the number of targets, in host memory, that are not ignored.
- * FLCE_TARGET_OUT_OF_RANGE if one of these is none of `classes`. */
-flce_status flce_check_targets(const int64_t* target, int64_t tokens, int64_t classes,
-                               int64_t ignore_index, int64_t* valid);
+/* *valid, unless `valid` is NULL, = the number of the problem's targets, in host memory, that are
+ * not ignored. FLCE_TARGET_OUT_OF_RANGE if one of these is none of `classes`. */
+flce_status flce_check_targets(const flce_problem* problem, const int64_t* target, int64_t classes,
+                               int64_t* valid);
 
 /* FLCE_INVALID_ARGUMENT for `items` 0 with valid rows: their mean would be none. */
 flce_status flce_check_items(double items, int64_t valid);
@@ -315,8 +323,9 @@ typedef struct flce_tensors {
    * the forward: the classes of this rank with the largest logits, the lowest first of equal ones;
    * -1 beyond the number of classes, and in rows that are not valid. */
   int64_t* classes;
-  /* [N][row_classes] stat dtype, written by the forward: z of the classes, with the bias; 0 where
-   * there is none or the row is ignored, and for other ranks' classes. */
+  /* [N][row_classes] stat dtype, written by the forward, and read by a backward that
+   * has_grad_classes: z of the classes, with the bias; 0 where there is none or the row is ignored,
+   * and for other ranks' classes. */
   void* class_logits;
   /* [flce_input_rows()][H] plan->grad_input_dtype. Written by the forward for save=grads, else by
    * the backward. */
@@ -328,6 +337,7 @@ typedef struct flce_tensors {
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
   const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
   const void* grad_entropy; /* backward: [N] stat dtype, or NULL for 0 */
+  const void* grad_tail;    /* backward: [N] stat dtype, of TAIL_LSE; NULL for 0 */
   const void* grad_classes; /* backward: [N][row_classes] stat dtype, of class_logits; or NULL */
   /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, aligned to 256 bytes. */
   void* workspace;

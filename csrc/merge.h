@@ -46,6 +46,7 @@ typedef struct flce_merged {
   double nll;                /* NaN if no rank has the target's class */
   double entropy;
   double smoothing_sum; /* sum_j w_j (lse - l_j) */
+  double tail;          /* TAIL_LSE; 0 if it was not exchanged */
   int64_t prediction;   /* 0 if no l is greater than -inf */
 } flce_merged;
 
@@ -62,9 +63,22 @@ static FLCE_HOST_DEVICE double flce_merged_nll(const flce_merged* merged, double
   return shard_lse == -INFINITY ? difference : nll + difference;
 }
 
+static FLCE_HOST_DEVICE double flce_merged_tail(const flce_merge_args* call, flce_dtype stat,
+                                                int64_t row) {
+  double largest = -INFINITY, sum = 0.0;
+  for (int64_t r = 0; r < call->ranks; r++) {
+    double lse = flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_TAIL, row);
+    if (!(lse <= largest)) largest = lse; /* also if it is NaN */
+  }
+  for (int64_t r = 0; r < call->ranks && largest != -INFINITY; r++)
+    sum += exp(flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_TAIL, row) - largest);
+  return largest == -INFINITY ? largest : largest + log(sum);
+}
+
 static FLCE_HOST_DEVICE void flce_merge_others(const flce_merge_args* call, flce_dtype stat,
                                                int64_t row, flce_merged* merged) {
   double best = -INFINITY;
+  if (call->count > FLCE_SHARD_STAT_TAIL) merged->tail = flce_merged_tail(call, stat, row);
   for (int64_t r = 0; r < call->ranks; r++) {
     double lse = flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_LSE, row);
     double difference = flce_lse_minus_shard(merged, lse), fraction = exp(-difference);
@@ -95,7 +109,7 @@ static FLCE_HOST_DEVICE flce_merged flce_merge_row(const flce_merge_args* call, 
   int64_t top = 0;
   merged.largest = -INFINITY;
   merged.nll = NAN;
-  merged.entropy = merged.smoothing_sum = 0.0;
+  merged.entropy = merged.smoothing_sum = merged.tail = 0.0;
   merged.prediction = 0;
   for (int64_t r = 0; r < call->ranks; r++) {
     double lse = flce_shard_stat_at(call, stat, r, FLCE_SHARD_STAT_LSE, row);

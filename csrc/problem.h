@@ -91,7 +91,7 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  * systematic: with F the prefix sums of q, in fixed point of flce_sample_bits() bits, and one
  * uniform number u_i in [0, 1) for the row, class j is kept if some integer m has
  * F_{j-1} <= m + u_i < F_j. u_i is so many upper bits of the first two output words of
- * Philox4x32-10 of key seed and counter i, i the token's number.
+ * Philox4x32-10 of key seed and counter i, i the token's number, from first_token on.
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
@@ -179,6 +179,8 @@ typedef struct flce_problem {
   int64_t tokens, /* N */
       hidden,     /* H */
       vocab;      /* V */
+  /* The number of token 0, where the tokens are a part of the caller's: in draws and messages. */
+  int64_t first_token;
   /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
    * [weight_rows][hidden - frozen_hidden]. */
   int64_t frozen_hidden;
@@ -196,6 +198,9 @@ typedef struct flce_problem {
   flce_dtype weight_dtype; /* of the caller's W, and of dW unless adds_grad_weight */
   flce_dtype bias_dtype;   /* of the caller's b, and of db */
   flce_dtype accum_dtype;  /* in which dW is summed over chunks: `dtype` or the stat dtype */
+  /* accum_dtype is the default, `dtype`, not the caller's choice: the plan takes the stat dtype for
+   * FLCE_WIDE_SUM_CHUNKS chunks or more. */
+  bool widens_sum;
   /* The requested dtype of the logits: the stat dtype (exact), or `dtype` (rounded, as in eager
    * PyTorch). */
   flce_dtype logits_dtype;
@@ -222,8 +227,10 @@ typedef struct flce_problem {
    * gives, or, with topk, flce_candidates() of those with the largest logits. */
   int64_t row_classes;
   int64_t topk;        /* 0, or the number of classes that the caller wants of these */
+  bool wants_tail;     /* FLCE_STAT_TAIL_LSE of each row is wanted */
   bool class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
-  bool has_grad_classes;  /* set for a backward: there is one */
+  /* Set for a backward: there are gradients of these logits, or of TAIL_LSE; of TAIL_LSE. */
+  bool has_grad_classes, has_grad_tail;
   bool consumes_saved;    /* the backward may overwrite what the forward saved */
   bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
@@ -245,8 +252,8 @@ typedef struct flce_problem {
   bool input_is_sharded;
   bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
   bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
-  /* Set by flce_plan_call from the plan of an equal share, so that all ranks have the same chunks
-   * and row order. 0 and false without ranks. */
+  /* Set by flce_plan_call from the plan of an equal share, as accum_dtype is then, so that all
+   * ranks have the same chunks, row order and accumulator. 0 and false without ranks. */
   int64_t chunk_rows;
   bool gathers;
   /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at

@@ -84,7 +84,12 @@ def cross_entropy(
     logits: Tensor, target: Tensor, **options: Unpack[_LogitsOptions]
 ) -> Tensor | LinearCrossEntropyOutput: ...
 def linear_logprobs_at(
-    input: Tensor, linear_weight: Tensor, ids: Tensor, **options: Unpack[_LogprobsAtOptions]
+    input: Tensor,
+    linear_weight: Tensor,
+    ids: Tensor,
+    *,
+    tail: bool = False,
+    **options: Unpack[_LogprobsAtOptions],
 ) -> Tensor: ...
 @overload
 def linear_logprobs(  # type: ignore[overload-overlap]
@@ -94,6 +99,7 @@ def linear_logprobs(  # type: ignore[overload-overlap]
     *,
     entropy: _Entropy = "differentiable",
     return_topk: Literal[0] = 0,
+    tail: Literal[False] = False,
     **options: Unpack[_LogprobsOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -104,6 +110,7 @@ def linear_logprobs(  # type: ignore[overload-overlap]
     *,
     entropy: None,
     return_topk: Literal[0] = 0,
+    tail: Literal[False] = False,
     **options: Unpack[_LogprobsOptions],
 ) -> tuple[Tensor, None]: ...
 @overload
@@ -114,6 +121,7 @@ def linear_logprobs(
     *,
     entropy: _Entropy = "differentiable",
     return_topk: int,
+    tail: bool = False,
     **options: Unpack[_LogprobsOptions],
 ) -> tuple[Tensor, Tensor, TopLogprobs]: ...
 @overload
@@ -124,6 +132,7 @@ def linear_logprobs(
     *,
     entropy: None,
     return_topk: int,
+    tail: bool = False,
     **options: Unpack[_LogprobsOptions],
 ) -> tuple[Tensor, None, TopLogprobs]: ...
 @overload
@@ -134,6 +143,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, None, slice], Tensor],
     *,
     entropy: None = None,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> Tensor: ...
 @overload
@@ -144,6 +154,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, None, slice], tuple[Tensor, _T]],
     *,
     entropy: None = None,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> tuple[Tensor, _T]: ...
 @overload
@@ -154,6 +165,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, Tensor, slice], Tensor],
     *,
     entropy: _Entropy,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> Tensor: ...
 @overload
@@ -164,6 +176,7 @@ def linear_loss(
     loss_fn: Callable[[Tensor, Tensor, slice], tuple[Tensor, _T]],
     *,
     entropy: _Entropy,
+    tail: bool = False,
     **options: Unpack[_LinearLossOptions],
 ) -> tuple[Tensor, _T]: ...
 def linear_divergence(

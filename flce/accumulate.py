@@ -68,6 +68,10 @@ class Accumulator:
         gradient, and grad_added_to_main_grad tells them to drop it."""
         return self.attribute == "main_grad" and hasattr(self.weight, "grad_added_to_main_grad")
 
+    def dtype(self):
+        """Of the tensor to add to, which is checked before anything is added; None without one."""
+        return getattr(getattr(self.weight, self.attribute, None), "dtype", None)
+
     def checked_target(self):
         """The tensor for flce::backward_into to add to, checked against the weight; None if
         flce::backward must create .grad. Runs in a backward, before anything is written."""

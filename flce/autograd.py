@@ -111,11 +111,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx, input, linear_weight, linear_bias, made, count, lists, constants, accumulator, gemm
     ):
         ctx.lists, ctx.accumulator = lists, accumulator
-        _, stats, scalars, _, saved, *grads, _, _ = made
+        _, stats, scalars, _, saved, *grads, class_logits, _ = made
         target, *others = constants
         # The arguments of the backward operator.
         weight = linear_weight if gemm is None else gemm
-        arguments = (input, weight, target, linear_bias, *others, stats, scalars, saved)
+        statistics = class_logits, stats, scalars, saved
+        arguments = (input, weight, target, linear_bias, *others, *statistics)
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.
         held = _top_hooks is None or _top_hooks(True) is not None
@@ -183,6 +184,9 @@ def _may_overwrite(ctx):
 def _scale_saved(ctx, saved, grad_output, wanted):
     """The wanted gradients, made by the forward, times grad_output; in place if possible."""
     scalars, *grads = saved
+    # Of linear_loss or a divergence, whose forward cannot add to the caller's gradient.
+    adds = bool(ctx.accumulator and wanted[1])
+    adds = adds and ctx.accumulator.should_accumulate(ctx.next_functions[1][0])
     may_write = _may_overwrite(ctx)
     in_place, made = [None] * 3, [None] * 3
     for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, grads, ctx.dtypes, strict=True)):
@@ -193,6 +197,8 @@ def _scale_saved(ctx, saved, grad_output, wanted):
                 f"{name}: expected True in the options of the forward, got False; it makes the "
                 'gradients with save="grads"'
             )
+        if i == 1 and adds and ctx.accumulator.dtype() is not None:
+            dtype = grad.dtype  # the sum rounds it
         plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
         if may_write and plain and grad.dtype == dtype:
             # A new tensor on the same memory, which autograd may keep as .grad.
@@ -202,9 +208,8 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     ctx.overwritten = may_write
     if any(grad is not None for grad in in_place):
         _scale_untracked(*in_place, grad_output, scalars)
-    if ctx.accumulator and made[1] is not None:  # of linear_loss or a divergence
-        if ctx.accumulator.should_accumulate(ctx.next_functions[1][0]):
-            made[1] = ctx.accumulator.add(made[1])
+    if adds:
+        made[1] = ctx.accumulator.add(made[1])
     return tuple(made)
 
 

@@ -3,14 +3,23 @@ time."""
 
 import contextlib
 import math
+import typing
 
 import torch
 from torch.utils import _pytree
 
-from . import composite, functional, validate
+from . import class_losses, composite, fakes, functional, validate
 from .accumulate import Accumulator
 from .autograd import LinearCrossEntropy
-from .options import all_classes, check_names, gemm_dtype, show_options, split
+from .options import (
+    WIDE_SUM_CHUNKS,
+    all_classes,
+    check_names,
+    code_of,
+    gemm_dtype,
+    show_options,
+    split,
+)
 from .plan import plan
 from .targets import check_offsets, shifted_target
 from .validate import refuse
@@ -21,10 +30,21 @@ for _name in ("cu_seqlens", "valid_bound", "save"):
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
+# Options on which the rows of a chunk depend.
+_OF_PLAN = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
 
 
 def linear_loss(
-    input, linear_weight, target, loss_fn, *, rows=None, cu_seqlens=None, entropy=None, **options
+    input,
+    linear_weight,
+    target,
+    loss_fn,
+    *,
+    rows=None,
+    cu_seqlens=None,
+    entropy=None,
+    tail=False,
+    **options,
 ):
     """Any loss of the log-probabilities, in three GEMMs and with the logits of one chunk of rows.
 
@@ -36,18 +56,21 @@ def linear_loss(
         target: class indices (...) as in `linear_logprobs`, or (..., K) as in `linear_logprobs_at`,
             without entropy and shift.
         loss_fn: gets logprobs and entropy of a chunk, each of shape (rows of the chunk,), or
-            logprobs (rows of the chunk, K), float32 (float64 for float64 operands), and `rows`, the
-            slice of the N rows that they are of.
+            logprobs (rows of the chunk, K), with `tail` (rows of the chunk, K + 1), float32
+            (float64 for float64 operands), and `rows`, the slice of the N rows that they are of.
             Returns the chunk's contribution to the loss, a scalar tensor, or a tuple of it and
-            values (a tensor, a number, or a dict, list or tuple of these), which are summed over
-            the chunks.
+            values (a tensor, a number, or a dict, list or tuple of these). Both are summed over
+            the chunks, 16-bit tensors in float32.
         rows: the most rows of a chunk. None: those of a chunk of `linear_cross_entropy`, which
             follow from max_memory (docs/memory.md).
         cu_seqlens: offsets of sequences in the N rows, int32 or int64, shape (sequences + 1,), read
             with a synchronisation. A chunk has whole sequences then, and more than `rows` rows
             where one is longer; rows of no sequence are in no chunk. They bound `shift` too.
         entropy: as in `linear_logprobs`; with None loss_fn gets None.
+        tail: as in `linear_logprobs_at`: a column of log-probabilities for all other classes.
         **options: those of `linear_logprobs` except save and valid_bound, and accumulate_into.
+            accum_dtype: as in `linear_cross_entropy`, of the chunks here; with float16 always
+            float32.
 
     Returns:
         The sum of the contributions, shape (), or (sum, values) if loss_fn returns values. Without
@@ -64,73 +87,119 @@ def linear_loss(
     """
     check_names("linear_loss", _KNOWN, options)
     # It runs a function of the caller's, and a backward within the forward.
-    function = validate.untraced(_linear_loss)
-    return function(input, linear_weight, target, loss_fn, rows, cu_seqlens, entropy, options)
+    function, outputs = validate.untraced(_linear_loss), _Outputs(entropy, tail)
+    return function(input, linear_weight, target, loss_fn, rows, cu_seqlens, outputs, options)
 
 
-def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, entropy, options):
+class _Outputs(typing.NamedTuple):
+    """What loss_fn gets: the arguments of these names."""
+
+    entropy: str | None
+    tail: bool
+
+
+def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, outputs, options):
     options = {**_KNOWN, **options}
     operands = {"input": input, "linear_weight": linear_weight}
     others = {name: options.pop(name) for name in _OPERANDS[2:]}
     operands |= {name: tensor for name, tensor in others.items() if tensor is not None}
-    for name, tensor in {"target": target, **operands}.items():
-        validate.check_tensor(name, tensor)
-        if validate.is_dtensor(tensor):
-            refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
-    functional.check_logprobs(target, entropy)
-    validate.refuse_transforms(target, *operands.values())
-    if validate.function_transforms_are_on():
-        validate.refuse_vmap()
-    tokens, classes = math.prod(input.shape[:-1]), target.shape[input.dim() - 1 :]  # (K,) or ()
-    validate.check_shape("target", target, (*input.shape[:-1], *classes[:1]))
-    for name, given in {"entropy": entropy, "shift": options["shift"]}.items():
-        if classes and given:
-            refuse(name, f"{_KNOWN.get(name)} with a target (..., K)", repr(given))
+    classes = _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options)
     packed, _ = split(options)
-    if packed.sequence:
-        refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
     shift, bounds = options.pop("shift"), None
     if shift:
         target = shifted_target(target, shift, cu_seqlens, packed.ignore_index)
     if cu_seqlens is not None:
         check_offsets(cu_seqlens)
         bounds = cu_seqlens.tolist()
-    autocast = composite.autocast_code(input)
-    dtype = gemm_dtype(autocast, input.dtype, linear_weight.dtype)
-    call = {"max_memory": options.pop("max_memory"), "dtype": dtype, "device": input.device}
-    if rows is None:  # the same on all ranks of a group
-        vocab, call["ranks"] = all_classes(options["vocab_parallel"], len(linear_weight))
-        made = plan(tokens, input.shape[-1], vocab, save="grads", **call)
-        rows = max(made.chunk_rows, 1)
-    validate.check_integer("rows", rows, 1)
-    chunks = _Chunks(operands, target.reshape(tokens, *classes), entropy, dtype, options)
+    tokens = math.prod(input.shape[:-1])
+    dtype = gemm_dtype(composite.autocast_code(input), input.dtype, linear_weight.dtype)
+    rows = _rows_of_chunk(rows, tokens, operands, dtype, options)
+    parts = list(_parts(tokens, rows, bounds))
+    del options["max_memory"]
+    chunks = _Chunks(
+        operands, target.reshape(tokens, *classes), outputs, dtype, options, len(parts)
+    )
     sums = None
-    for part in _parts(tokens, rows, bounds):
+    for part in parts:
         sums = _added(sums, chunks.add(loss_fn, part))
-    if sums is None:  # no row
-        sums = [input.new_zeros((), dtype=torch.promote_types(input.dtype, torch.float32))]
-        chunks.has_gradient = bool(chunks.needs)
-    total, *values = sums
+    total, *values = sums or chunks.none()
     total = chunks.differentiable(total) if chunks.has_gradient else total
     return (total, *values) if values else total
+
+
+def _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options):
+    """The checks before the chunks', whose calls check the rest; (K,), or () without K classes."""
+    given = {"target": target, **operands}
+    for name, tensor in given.items():
+        validate.check_tensor(name, tensor)
+    given |= {name: options[name] for name in ("temperature", "gradient_seed")}
+    given["cu_seqlens"] = cu_seqlens
+    for name, value in given.items():
+        if validate.is_dtensor(value):
+            refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
+    functional.check_logprobs(target, outputs.entropy)
+    validate.check_flag("tail", outputs.tail)
+    if not callable(loss_fn):
+        refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
+    validate.refuse_transforms(*given.values())
+    if validate.function_transforms_are_on():
+        validate.refuse_vmap()
+    input, weight = operands["input"], operands["linear_weight"]
+    fakes.check_operands(input, weight, operands.get("linear_bias"))
+    for name, tensor in operands.items():
+        code_of(name, tensor.dtype)
+    packed, _ = split(options)
+    if packed.ranks <= 1:  # else the ranks compare their shares before one of them refuses its own
+        composite.check_options(options, len(weight), hidden=weight.shape[1])
+    classes = target.shape[input.dim() - 1 :]
+    validate.check_shape("target", target, (*input.shape[:-1], *classes[:1]))
+    if classes:
+        class_losses.check_ids("target", target)
+    for name, value in {"entropy": outputs.entropy, "shift": options["shift"]}.items():
+        if classes and value:
+            refuse(name, f"{_KNOWN.get(name)} with a target (..., K)", repr(value))
+    if outputs.tail and not classes:
+        refuse("tail", "False without a target (..., K)", outputs.tail)
+    if packed.sequence:
+        refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
+    return classes
+
+
+def _rows_of_chunk(rows, tokens, operands, dtype, options):
+    """`rows`, or those of a chunk of linear_cross_entropy: the same on all ranks of a group."""
+    if rows is not None:
+        return validate.check_integer("rows", rows, 1)
+    input, weight = operands["input"], operands["linear_weight"]
+    vocab, ranks = all_classes(options["vocab_parallel"], len(weight))
+    if vocab < 1:  # of one rank; the first call refuses it on all
+        return 1
+    call = {name: options[name] for name in _OF_PLAN}
+    call |= {"dtype": dtype, "device": input.device, "ranks": ranks}
+    return max(plan(tokens, input.shape[-1], vocab, save="grads", **call).chunk_rows, 1)
 
 
 def _added(sums, made):
     """The sums of the chunks so far and of `made`, the [loss] or [loss, values] of the next one."""
     try:
         if sums is None:  # 0 +: new tensors, as loss_fn may write to its own; True counts as 1
-            return _pytree.tree_map(lambda value: 0 + value, made)
+            return _pytree.tree_map(lambda value: 0 + _widened(value), made)
         return _pytree.tree_map(_sum, sums, made)
     except (TypeError, ValueError) as error:
         expected = "values that can be added, of one structure and of the same shapes in all chunks"
         refuse("loss_fn", expected, error)
 
 
+def _widened(value):
+    """A 16-bit sum would lose chunks."""
+    narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 2
+    return value.float() if narrow else value
+
+
 def _sum(first, second):
     shapes = [tuple(getattr(value, "shape", ())) for value in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"shapes {shapes[0]} and {shapes[1]}")
-    return first + second
+    return first + _widened(second)
 
 
 def _parts(tokens, rows, bounds):
@@ -167,51 +236,99 @@ def _check_graph(value, given):
         nodes += [following for following, _ in node.next_functions if following is not None]
 
 
-class _Chunks:
-    """The operands of a call, cut off their graphs, and their gradients, to which a chunk adds."""
+class _Sum:
+    """The sum over the chunks of the gradients of `leaf`, an operand of all rows, in `dtype`.
 
-    def __init__(self, operands, target, entropy, dtype, options):
-        self.operands, self.entropy, self.options = operands, entropy, options
+    `by_products`: the products of a chunk add to it, in the attribute of `leaf` that
+    accumulate_into then has to name.
+    """
+
+    def __init__(self, leaf, dtype, by_products):
+        self.leaf, self.dtype, self.total = leaf, dtype, None
+        self.attribute = None
+        if by_products:
+            self.attribute = "grad" if dtype == leaf.dtype else "main_grad"
+        if self.attribute == "main_grad":
+            leaf.main_grad = torch.zeros_like(leaf, dtype=dtype)
+
+    def add(self):
+        """Adds what the backward of a chunk has made."""
+        grad = self.leaf.grad
+        if self.attribute is not None or grad is None:
+            return
+        self.leaf.grad = None
+        self.total = grad.to(self.dtype) if self.total is None else self.total.add_(grad)
+
+    def value(self):
+        made = getattr(self.leaf, self.attribute) if self.attribute else self.total
+        return torch.zeros_like(self.leaf) if made is None else made
+
+
+class _Chunks:
+    """The operands of a call of `count` chunks, cut off their graphs, and their gradients, to which
+    a chunk adds."""
+
+    def __init__(self, operands, target, outputs, dtype, options, count):
+        self.operands, self.outputs, self.options = operands, outputs, options
         tracks, weight = torch.is_grad_enabled(), operands["linear_weight"]
         self.has_gradient = False  # whether the loss of a chunk had one
         self.needs = {name for name in operands if tracks and operands[name].requires_grad}
-        has_adapter = not operands.keys().isdisjoint(_OPERANDS[3:])
         attribute, trains = options.pop("accumulate_into"), "linear_weight" in self.needs
         self.accumulator = Accumulator(weight, attribute) if attribute and trains else None
         # float16 cannot hold gradients that are not yet multiplied by grad_output, a GradScaler's
         # factor: a chunk makes float32 ones.
-        wide, device = dtype == torch.float16, weight.device.type
-        self.autocast = torch.autocast(device, dtype) if wide else contextlib.nullcontext()
-        if wide and self.needs and has_adapter:
+        self.is_half, self.autocast = dtype == torch.float16, contextlib.nullcontext()
+        if self.is_half:
+            self.autocast = torch.autocast(weight.device.type, dtype)
+        self.rows, self.whole = {"target": target}, {}  # for each row, for all rows
+        self._cut_operands(operands["input"].shape[:-1], count)
+        self._set_options(operands["input"])
+
+    def _cut_operands(self, shape, count):
+        """`shape`: of the rows, as the caller has them."""
+        widens, self.sums = self._widens_sums(count), {}
+        has_adapter = not self.operands.keys().isdisjoint(_OPERANDS[3:])
+        if self.is_half and self.needs and has_adapter:
             got = "one with float16, whose gradients would underflow before the backward"
             refuse("adapter_weight", "None, or operands of bfloat16 or float32", got)
-        self.rows, self.whole = {"target": target}, {}  # for each row, for all rows
-        shape = operands["input"].shape[:-1]
-        for name, tensor in operands.items():
+        for name, tensor in self.operands.items():
             leaf = tensor.detach().contiguous()  # so that its gradient is
             if name in _OF_ROWS:
                 validate.check_shape(name, tensor, (*shape, *tensor.shape[-1:]))
-                leaf = leaf.reshape(len(target), tensor.shape[-1])
-                self.rows[name] = leaf.float() if wide else leaf
+                leaf = leaf.reshape(len(self.rows["target"]), tensor.shape[-1])
+                self.rows[name] = leaf.float() if self.is_half else leaf
                 continue
             if name == "linear_bias" and leaf.dtype.itemsize == 2:
                 leaf = leaf.float()  # its sum over chunks
             self.whole[name] = leaf.requires_grad_(name in self.needs)
+            if name in self.needs:
+                dtype = torch.float32 if widens and leaf.dtype.itemsize == 2 else leaf.dtype
+                by_products = name == "linear_weight" and not has_adapter
+                self.sums[name] = _Sum(leaf, dtype, by_products)
         self.grads = {n: torch.zeros_like(self.rows[n]) for n in _OF_ROWS if n in self.needs}
-        if trains and not has_adapter:
-            options["accumulate_into"] = "main_grad" if wide else "grad"
-            if wide:
-                leaf = self.whole["linear_weight"]
-                leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)
+
+    def _widens_sums(self, count):
+        """Whether 16-bit gradients of weights are summed in float32 over the chunks."""
+        added = self.accumulator.dtype() if self.accumulator else None
+        if self.is_half or added == torch.float32:
+            return True
+        dtype = self.options["accum_dtype"]
+        return count >= WIDE_SUM_CHUNKS if dtype is None else dtype.itemsize > 2
+
+    def _set_options(self, input):
+        """The options of a chunk's call, of those of the caller's."""
+        options, weight = self.options, self.sums.get("linear_weight")
+        if weight is not None and weight.attribute is not None:
+            options["accumulate_into"] = weight.attribute
         if self.needs and options["gradient"] == "exact":
             options["save"] = "logits"
         temperature = options["temperature"]
         if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-            validate.check_shape("temperature", temperature, shape)
+            validate.check_shape("temperature", temperature, self.operands["input"].shape[:-1])
             self.rows["temperature"] = temperature.reshape(-1)
-        if options["gradient_seed"] is not None:
-            seed = validate.seed_tensor(options["gradient_seed"], operands["input"])
-            options["gradient_seed"] = seed
+        if options["gradient_seed"] is not None or options["gradient"] == "sampled":
+            # One draw for all chunks: a row's number in it is that among all rows.
+            options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], input)
 
     def _logprobs(self, part):
         """The log-probabilities and the entropy of the rows `part`, and what has these rows."""
@@ -219,46 +336,53 @@ class _Chunks:
         for name in self.grads:
             rows[name].requires_grad_()
         options = {**self.options, **self.whole, **rows}
-        if (seed := options["gradient_seed"]) is not None:
-            options["gradient_seed"] = seed + part.start
         operands = [options.pop(name) for name in ("input", "linear_weight", "target")]
-        with self.autocast:
+        call = functional.part_from(part.start)
+        with self.autocast, torch.set_grad_enabled(bool(self.needs)):
             if operands[2].dim() == 2:
-                return (functional.logprobs_at_of(*operands, options), None), rows
-            return functional.logprobs_of(*operands, self.entropy, 0, options), rows
+                of_classes = call, *operands, options, self.outputs.tail
+                return (class_losses.logprobs_at(*of_classes), None), rows
+            entropy = self.outputs.entropy
+            return functional.logprobs_of(*operands, entropy, 0, options, call=call), rows
+
+    def none(self):
+        """The list of the loss of no row, after the checks that a chunk's call makes."""
+        (logprobs, _), _ = self._logprobs(slice(0, 0))
+        self.has_gradient = bool(self.needs)
+        return [logprobs.detach().sum()]
 
     def add(self, loss_fn, part):
         """The list of the loss and the values of the rows `part`; adds to the gradients."""
-        with torch.set_grad_enabled(bool(self.needs)):
-            outputs, rows = self._logprobs(part)
-            cut = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in outputs]
-            made = loss_fn(*cut, part)
-        loss, *values = made if isinstance(made, tuple) else (made,)
+        outputs, rows = self._logprobs(part)
+        cut = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in outputs]
+        made = loss_fn(*cut, part)
+        loss, *values = made if isinstance(made, tuple) and made else (made,)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or len(values) > 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(made).__name__
             refuse("loss_fn", "a scalar tensor, or a tuple of it and values", got, TypeError)
-        if loss.requires_grad and self.needs:
-            self.has_gradient = True
+        if loss.requires_grad:
             leaves = [t for t in cut if t is not None and t.requires_grad]
             _check_graph(loss, leaves)
-            upstream = torch.autograd.grad(loss, leaves, allow_unused=True)
-            pairs = zip(outputs, upstream, strict=False)  # the last one's entropy may be a constant
-            pairs = [(output, grad) for output, grad in pairs if grad is not None]
-            torch.autograd.backward(*zip(*pairs, strict=True))
-            for name, grad in self.grads.items():
-                grad[part] = rows[name].grad
+            self._add_gradients(loss, leaves, outputs, rows, part)
         # In the dtype of the log-probabilities at least: a 16-bit sum would lose chunks.
         loss = loss.to(torch.promote_types(loss.dtype, cut[0].dtype)).reshape(())
         return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
 
+    def _add_gradients(self, loss, leaves, outputs, rows, part):
+        self.has_gradient = True
+        upstream = torch.autograd.grad(loss, leaves, allow_unused=True)
+        pairs = zip(outputs, upstream, strict=False)  # the last one's entropy may be a constant
+        pairs = [(output, grad) for output, grad in pairs if grad is not None]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        for name, grad in self.grads.items():
+            grad[part] = rows[name].grad
+        for sum_of_chunks in self.sums.values():
+            sum_of_chunks.add()
+
     def _gradient(self, name):
-        if name not in self.needs:
-            return None
         if name in self.grads:
             return self.grads[name].view(self.operands[name].shape)
-        leaf = self.whole[name]
-        made = getattr(leaf, "main_grad", leaf.grad)
-        return torch.zeros_like(leaf) if made is None else made
+        return self.sums[name].value() if name in self.sums else None
 
     def differentiable(self, total):
         """`total`, whose backward multiplies the gradients by grad_output."""

@@ -111,6 +111,8 @@ def _loss_tensors(packed, tensors, target, *operands):
     if packed.wanted.accuracy and target.is_floating_point():
         expected = "False with probabilities, which name no class to be right about"
         validate.refuse("return_accuracy", expected, True)
+    if packed.wanted.tail_lse and tensors.get("classes") is None and not packed.topk:
+        validate.refuse("return_tail_lse", "False without classes or topk", True)
     weight, token_weight, temperature = map(tensors.get, _VECTORS)
     if temperature is not None and temperature.dim() == 0:
         temperature = temperature.expand(fakes.rows_shape(target))
@@ -129,84 +131,142 @@ def _of_ranks(packed, tensor):
     return gathered
 
 
-def _class_outputs(packed, z, classes, temperature, cut):
-    """class_logits and, with topk, classes. z, classes: of the rows' classes, or of the candidates,
-    from the operator; `cut`: mask of ignored rows."""
+def _final_logits(packed, z, temperature, cut):
+    """The final logits of z (..., K); `cut`: mask of ignored rows."""
+    numbers = dict(zip(NUMBERS, packed.numbers, strict=True))
+    return reference.final_logits(
+        z,
+        cut,
+        softcap=numbers["softcap"] or None,
+        logit_scale=numbers["logit_scale"],
+        temperature=numbers["temperature"] if temperature is None else temperature,
+    )
+
+
+def _top_outputs(packed, logits, classes, tail_lse):
+    """class_logits, classes and tail_lse of the topk largest of the candidates' `logits`.
+
+    `tail_lse`: of all classes but the candidates, or None; those that are not chosen join it.
+    """
+    absent = classes < 0
+    kept = logits.detach().clamp(min=torch.finfo(logits.dtype).min)  # above what is absent
+    _, best = kept.masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
+    if tail_lse is not None:
+        others = logits.masked_fill(absent.scatter(-1, best, True), -math.inf)
+        tail_lse = _logaddexp(tail_lse, others)
+    return logits.gather(-1, best), classes.gather(-1, best), tail_lse
+
+
+def _logaddexp(lse, others):
+    """logsumexp of lse (...) and others (..., K). Where all are -inf, so is the result, with the
+    gradient 0 and not the NaN of torch's."""
+    terms = torch.cat((lse.unsqueeze(-1), others), dim=-1)
+    empty = terms.detach().isneginf().all(dim=-1)
+    return terms.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -math.inf)
+
+
+def _class_outputs(packed, z, classes, temperature, target, tail_lse):
+    """class_logits, classes (None without topk) and tail_lse.
+
+    z, classes: of the rows' classes, or of the candidates, from the operator.
+    """
     if packed.ranks > 1 and packed.topk:
         z, classes = (torch.cat(_of_ranks(packed, one), dim=-1) for one in (z, classes))
     elif packed.ranks > 1:
         z = sum(_of_ranks(packed, z))  # 0 for the classes of other ranks
-    numbers = dict(zip(NUMBERS, packed.numbers, strict=True))
-    options = {"softcap": numbers["softcap"] or None, "logit_scale": numbers["logit_scale"]}
-    options["temperature"] = numbers["temperature"] if temperature is None else temperature
-    logits = reference.final_logits(z, cut, **options)
+    cut = reference.ignored(target, packed.ignore_index)
+    logits = _final_logits(packed, z, temperature, cut)
     if not packed.topk:
-        return logits, None
-    absent = classes < 0
-    kept = logits.detach().clamp(min=torch.finfo(logits.dtype).min)  # above what is absent
-    _, best = kept.masked_fill(absent, -math.inf).topk(packed.topk, dim=-1)
-    return logits.gather(-1, best), classes.gather(-1, best)
+        return logits, None, tail_lse
+    logits, classes, tail_lse = _top_outputs(packed, logits, classes, tail_lse)
+    return logits, classes, None if tail_lse is None else tail_lse.masked_fill(cut, 0.0)
+
+
+def _accuracy(target, ignored, predictions, valid, bound):
+    """`bound`: how many rows were computed; NaN with more valid rows, as the loss is."""
+    # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
+    right = ((predictions == target) & ~ignored).sum().to(valid.dtype)
+    accuracy = right / valid.clamp(min=1.0)
+    if bound is None or bound == COUNTED:
+        return accuracy
+    return accuracy.masked_fill(valid > bound, math.nan)
+
+
+def _z_loss(packed, lse, token_weight, ignored, valid, num_items):
+    """The z-loss's part of the loss. lse: of each row, (...); `valid`: the number of valid rows."""
+    rows = packed.z_loss * lse.detach().square()
+    if token_weight is not None:
+        rows = rows * token_weight.to(rows.dtype)
+        rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
+    if packed.reduction == "mean":
+        return mean_of(rows.sum(), valid, num_items)
+    return rows.sum() if packed.reduction == "sum" else rows
+
+
+def mean_of(total, valid, num_items):
+    """`total` over num_items, or the `valid` rows where that is None: 0 of no valid rows, NaN where
+    there are some and 0 items, as in the operators."""
+    count = valid if num_items is None else num_items.to(total.dtype)
+    of_none = torch.where(valid == 0, 0.0, math.nan)
+    return total * torch.where(count == 0, of_none, 1.0 / count)
 
 
 def _outputs(packed, made, target, tensors, num_items, bound):
     """The loss and, if any are wanted, OUTPUTS, from the outputs of an inner operator.
 
-    `bound`: how many rows were computed; with more valid rows the accuracy is NaN, as the loss is.
+    `bound`: how many rows were computed.
     """
     wanted, (loss, stats, sums, predictions, *rest) = packed.wanted, made
     z, classes = rest[-2:] or (None, None)
     if not packed.outputs and z is None:
         return made[:1]
-    outputs, shape = [loss] + [None] * len(OUTPUTS), fakes.rows_shape(target)
+    shape, outputs = fakes.rows_shape(target), dict.fromkeys(OUTPUTS)
     ignored = None
     if not target.is_floating_point():
         ignored = validate.is_equal(target, packed.ignore_index)
+    valid = None if sums is None else sums[operators.SCALAR_VALID]
+    lse = stats[operators.STAT_LSE].reshape(shape) if wanted.lse or wanted.z_loss else None
     if wanted.lse:
-        outputs[1] = stats[operators.STAT_LSE].reshape(shape)
+        outputs["lse"] = lse
     if wanted.entropy:
-        outputs[2] = stats[operators.STAT_ENTROPY].reshape(shape)
-        if packed.detaches_entropy:
-            outputs[2] = outputs[2].detach()
+        entropy = stats[operators.STAT_ENTROPY].reshape(shape)
+        outputs["entropy"] = entropy.detach() if packed.detaches_entropy else entropy
     if wanted.accuracy:
-        # An ignored row never counts as right: its prediction is -1, which may equal ignore_index.
-        right = ((predictions == target) & ~ignored).sum().to(sums.dtype)
-        outputs[3] = right / sums[operators.SCALAR_VALID].clamp(min=1.0)
-        if bound is not None and bound != COUNTED:
-            outputs[3] = outputs[3].masked_fill(sums[operators.SCALAR_VALID] > bound, math.nan)
+        outputs["accuracy"] = _accuracy(target, ignored, predictions, valid, bound)
     if wanted.predictions:
-        outputs[4] = predictions
+        outputs["predictions"] = predictions
     if wanted.z_loss:
-        rows = (packed.z_loss * stats[operators.STAT_LSE].detach().square()).reshape(shape)
-        if "token_weight" in tensors:
-            rows = rows * tensors["token_weight"].to(rows.dtype)
-            rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
-        valid = sums[operators.SCALAR_VALID]
-        count = valid if num_items is None else num_items.to(rows.dtype)
-        if packed.reduction == "mean":  # the sum of no valid rows is 0, also where the count is
-            rows = (rows.sum() / count).masked_fill((count == 0) & (valid == 0), 0.0)
-            rows = rows.masked_fill((count == 0) & (valid > 0), math.nan)
-        outputs[5] = rows.sum() if packed.reduction == "sum" else rows
+        outputs["z_loss"] = _z_loss(
+            packed, lse, tensors.get("token_weight"), ignored, valid, num_items
+        )
+    if wanted.tail_lse:
+        outputs["tail_lse"] = stats[operators.STAT_TAIL_LSE].reshape(shape)
     if z is not None:
-        cut = reference.ignored(target, packed.ignore_index)
-        outputs[6:] = _class_outputs(packed, z, classes, tensors.get("temperature"), cut)
-    return outputs
+        temperature = tensors.get("temperature")
+        of_classes = _class_outputs(packed, z, classes, temperature, target, outputs["tail_lse"])
+        outputs |= zip(("class_logits", "classes", "tail_lse"), of_classes, strict=True)
+    return [loss, *outputs.values()]
 
 
-def check_options(given, rows):
-    """The checks of options that need no tensor; `rows`: of linear_weight on this rank."""
+def check_options(given, rows, **sizes):
+    """The checks of options that need no tensor; `rows`: of linear_weight on this rank. `sizes`:
+    others that are known, by their names in the operator's schema."""
     packed, _ = split(given)
     accumulates = packed.accumulate_into is not None
     integers = packed.integers_with(grad_input=1, grad_weight=1, accumulates=accumulates)
     # Which dtypes are allowed depends on that of the operands.
     integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
     lists = packed.valid_vocab, integers, packed.numbers
-    return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows)
+    return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
-def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None, asked=None):
+def linear_cross_entropy_of(
+    input, linear_weight, target, given, teacher=None, *, first_token=0, asked=None
+):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
     none is. `given`: the options that the caller gave, by name; a missing one has its default.
-    `teacher`: of a divergence from it (linear_divergence_of). `asked`: of ShardedCall."""
+    `teacher`: of a divergence from it (linear_divergence_of). `first_token`: the number of the
+    first row, where these are a part of the caller's. `asked`: of ShardedCall."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -236,6 +296,8 @@ def linear_cross_entropy_of(input, linear_weight, target, given, teacher=None, a
     adds = accumulates and not teacher  # a divergence adds what its forward has made
     of_call = autocast, frozen, adds, traced, wants_classes, *made_now, tf32
     integers = packed.integers(*memory, *of_call)
+    if first_token:
+        integers = replaced(integers, first_token=first_token)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
     operands = input, weight, target, bias, *vectors
     if packed.ranks > 1:

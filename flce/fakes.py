@@ -11,7 +11,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
 from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, code_of, replaced, value_of
-from .validate import check_same_device, check_shape, is_equal, refuse, refuse_vmap
+from .validate import (
+    check_same_device,
+    check_shape,
+    check_vector,
+    is_equal,
+    refuse,
+    refuse_vmap,
+)
 
 # What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
 # few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
@@ -173,14 +180,11 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
         if tensor is not None:
             if option == "weight":
                 code_of(option, tensor.dtype)
-            elif tensor.is_complex():
-                refuse(option, "real numbers", tensor.dtype, TypeError)
-            check_shape(option, tensor, expected)
-            check_same_device(option, tensor, name, first)
+            check_vector(option, tensor, expected, name, first)
 
 
 def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias, *rest):
-    lists = lists_of(rest[7:])
+    lists = lists_of(rest[8:])
     check_operands(input, linear_weight, linear_bias)
     found = described(input, linear_weight, target, linear_bias, lists)
     return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
@@ -268,7 +272,7 @@ def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)
 def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **named):
-    lists = _, _, integers, numbers, _ = lists_of(rest[8:])
+    lists = _, _, integers, numbers, _ = lists_of(rest[9:])
     save = CHOICES["save"][value_of(integers, "save")]
     gemms = sum(value_of(integers, name) for name in GRADIENTS[:2]) + (save == "stats")
     entries = math.ceil(1 / numbers[-1]) if save == "samples" else None

@@ -1,12 +1,11 @@
 """The public functions: loss of a linear head, loss of given logits, log-probabilities."""
 
-import math
 import numbers
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import accumulate, composite, validate
+from . import accumulate, class_losses, composite, validate
 from . import options as table
 
 # Set by flce.distributed: (operands, options) of a call with DTensors, as local tensors.
@@ -59,7 +58,23 @@ def _call(name, known, operands, options, asked=None):
     except AttributeError:
         _check_tensors(name, operands, options)
         raise
+    return _result(made)
+
+
+def _result(made):
     return made[0] if len(made) == 1 else table.LinearCrossEntropyOutput(*made)
+
+
+def part_from(first_token):
+    """linear_cross_entropy of a part of a call's rows, from row `first_token` on: draws and
+    messages have the rows' numbers in that call. Of plain tensors, outside of graphs and
+    transforms."""
+
+    def call(*operands, asked=None, **options):
+        of_part = {"first_token": first_token, "asked": asked}
+        return _result(composite.linear_cross_entropy_of(*operands, options, **of_part))
+
+    return call
 
 
 def _check_tensors(name, operands, options):
@@ -87,9 +102,9 @@ def with_torch_options(linear_weight, options):
     torch.nn.LinearCrossEntropyOptions or an object with the fields below, else TypeError.
 
     `accum_dtype` is `acc_dtype`, except with acc_policy="compact", which sums the weight's gradient
-    in the weight's own dtype, in torch too. `max_memory` is the size in bytes of `batch_chunk_size`
-    rows of logits in float32 (float64 for a float64 weight). `chunking_method` and
-    `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
+    in the operands' own dtype, in torch too. `max_memory` is the size in bytes of
+    `batch_chunk_size` rows of logits in float32 (float64 for a float64 weight). `chunking_method`
+    and `allow_retain_graph` have no effect: max_memory decides, and any backward may be repeated.
     """
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
@@ -100,6 +115,10 @@ def with_torch_options(linear_weight, options):
         validate.refuse("options", expected, type(given).__name__, TypeError)
     if options.get("accum_dtype") is None and given.acc_policy != "compact":
         options["accum_dtype"] = given.acc_dtype
+    elif options.get("accum_dtype") is None:
+        table.code_of("linear_weight", linear_weight.dtype)
+        autocast = composite.autocast_code(linear_weight)
+        options["accum_dtype"] = table.gemm_dtype(autocast, linear_weight.dtype)
     if (rows := given.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
         classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
@@ -195,7 +214,8 @@ def linear_cross_entropy(input, linear_weight, target, **options):
             memory then follow, or "count", which synchronises with the device. More such rows make
             the loss and the gradients NaN on CUDA and a ValueError on the CPU (docs/memory.md).
         accum_dtype: the dtype in which the weight's gradient is summed over chunks: the operands'
-            own (None) or torch.float32, more exact, for 4 V H more bytes with 16-bit operands.
+            own, or torch.float32, which with 16-bit operands takes 4 V H more bytes. None: the
+            operands' own below 16 chunks, and float32 from there on (docs/memory.md).
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
@@ -223,6 +243,7 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
             outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
             loss's; with save="grads" the backward then recomputes all gradients.
+        return_tail_lse: with `classes` or `topk`: the logsumexp of all other classes; as lse.
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
@@ -244,83 +265,21 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     """
     if isinstance(target, tuple) and len(target) == 2:
         target = [validate.local_replica("target", one) for one in target]
-        return _of_sparse_target(input, linear_weight, *target, with_local_factors(options))
+        options = table.completed("linear_cross_entropy", _ALL, with_local_factors(options))
+        return class_losses.of_sparse_target(composed_call, input, linear_weight, *target, options)
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
 
-def _target_of(ids, ignore_index, chances=None):
-    """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
-    or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
-    validate.check_tensor("ids", ids)
-    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
-        got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
-        validate.refuse("ids", "int64 or int32 class indices of shape (..., K), K at least 1", got)
-    absent = validate.is_equal(ids, table.ignore_index_of(ignore_index))
-    chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
-    at = chances.argmax(dim=-1, keepdim=True)
-    return ids.gather(-1, at).squeeze(-1), at, absent
-
-
-def _logprobs_of_classes(made, at):
-    """log p (..., K) from that of the target, of index `at`, whose gradient p - 1 does not cancel
-    in 16 bits; from lse where its logit is -inf."""
-    own, lse = made.class_logits.gather(-1, at), made.lse.unsqueeze(-1)
-    near = made.class_logits - own - made.loss.unsqueeze(-1)
-    return torch.where(own.isinf(), made.class_logits - lse, near)
+def composed_call(input, linear_weight, target, *, asked, **options):
+    """linear_cross_entropy of a class target, for a function that is composed of it; `asked`: of
+    composite.ShardedCall."""
+    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
 
 
 def with_local_factors(options):
     """`options` with the local parts of what is applied to losses of rows that are local."""
     names = [name for name in ("token_weight", "num_items") if name in options]
     return options | {name: validate.local_replica(name, options[name]) for name in names}
-
-
-_NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
-_NOT_OF_SPARSE += ("return_accuracy", "return_z_loss")
-
-
-def _of_sparse_target(input, linear_weight, ids, probabilities, options):
-    """linear_cross_entropy with probabilities of K classes of each row."""
-    options = table.completed("linear_cross_entropy", _ALL, options)
-    asked = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
-    for name in _NOT_OF_SPARSE:
-        given = options.pop(name)
-        if isinstance(given, torch.Tensor) or given != _ALL[name]:
-            validate.refuse(name, f"{_ALL[name]} with (ids, probabilities)", given)
-    validate.check_tensor("ids", ids)
-    validate.check_tensor("target", probabilities)
-    validate.check_constant("target", probabilities)
-    if not probabilities.is_floating_point():
-        validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
-    validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
-    target, at, absent = _target_of(ids, options["ignore_index"], probabilities)
-    own = ("reduction", "z_loss", "token_weight", "num_items", "return_lse")
-    reduction, z_loss, factor, items, return_lse = (options.pop(name) for name in own)
-    options |= {"reduction": "none", "classes": ids, "return_lse": True}
-    made = _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
-    gaps = -_logprobs_of_classes(made, at).masked_fill(absent | (probabilities == 0), 0.0)
-    rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
-    rows = rows if factor is None else rows * factor.to(rows.dtype)
-    loss = reduced(rows, absent.all(dim=-1), reduction, items, input)
-    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
-    return made if any(value is not None for value in made[1:]) else loss
-
-
-def reduced(rows, ignored, reduction, items, input):
-    """The loss of those of rows (...), 0 where `ignored`; items: num_items."""
-    loss = rows if reduction == "none" else rows.sum()
-    if items is not None:
-        items = validate.num_items_tensor(items, reduction, input)
-    if reduction == "mean":
-        valid = (~ignored).sum().to(loss.dtype)
-        count = valid if items is None else items
-        has_value = type(items) is torch.Tensor and items.is_cpu and not composite.is_traced()
-        if has_value:
-            validate.check_items(items, valid)
-        # As the operators: 0 of no valid rows, NaN where they are divided by 0 items.
-        of_none = torch.where(valid == 0, 0.0, math.nan)
-        loss = loss * torch.where(count == 0, of_none, 1.0 / count)
-    return loss
 
 
 def cross_entropy(logits, target, **options):
@@ -360,7 +319,7 @@ _OF_LOGPROBS_AT = {
 }
 
 
-def linear_logprobs_at(input, linear_weight, ids, **options):
+def linear_logprobs_at(input, linear_weight, ids, *, tail=False, **options):
     """log p of K given classes of each row, in one pass over the logits.
 
     The gradient takes the same two GEMMs as that of `linear_logprobs`; no (..., V) tensor but that
@@ -370,35 +329,29 @@ def linear_logprobs_at(input, linear_weight, ids, **options):
         input, linear_weight: as in `linear_cross_entropy`.
         ids: class indices, shape (..., K), int64 or int32; `ignore_index` for none. They may
             repeat.
+        tail: adds a column: log of the probability of all other classes together. It is computed
+            from their logits, so it is exact also where 1 - sum of the K probabilities would be
+            rounding noise. Not with gradient="sampled".
         **options: those of `linear_logprobs` without shift and cu_seqlens.
 
     Returns:
-        log-probabilities (..., K), float32 (float64 for float64 operands), in nats; 0 where an id
-        is `ignore_index`. Differentiable, but not with gradient="sampled".
+        log-probabilities (..., K), with tail (..., K + 1), float32 (float64 for float64 operands),
+        in nats; 0 where an id is `ignore_index`, and in the tail of a row without an id.
+        Differentiable, but not with gradient="sampled".
 
     Raises: as `linear_cross_entropy`.
 
     >>> x, W, ids = torch.zeros(1, 8), torch.randn(16, 8), torch.tensor([[3, 5, -100]])
-    >>> flce.linear_logprobs_at(x, W, ids).exp()
-    tensor([[0.0625, 0.0625, 1.0000]])
+    >>> flce.linear_logprobs_at(x, W, ids, tail=True).exp()
+    tensor([[0.0625, 0.0625, 1.0000, 0.8750]])
     """
     table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
     ids = validate.local_replica("ids", ids)
-    return logprobs_at_of(input, linear_weight, ids, options)
-
-
-def logprobs_at_of(input, linear_weight, ids, options, asked=None):
-    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `asked`:
-    of composite.ShardedCall, where another function calls it."""
-    target, at, absent = _target_of(ids, options.get("ignore_index"))
-    options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
-    asked = asked or {"call": "linear_logprobs_at", "ids": ids}
-    made = _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
-    return _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
+    return class_losses.logprobs_at(composed_call, input, linear_weight, ids, options, tail)
 
 
 def linear_logprobs(
-    input, linear_weight, target, *, entropy="differentiable", return_topk=0, **options
+    input, linear_weight, target, *, entropy="differentiable", return_topk=0, tail=False, **options
 ):
     """log p_y and the entropy of each row, for policy-gradient training.
 
@@ -410,6 +363,7 @@ def linear_logprobs(
         target: class indices, shape (...), int64 or int32.
         entropy: "differentiable"; "detached": without a gradient; None: not computed.
         return_topk: the number of classes of `TopLogprobs` (`topk` of `linear_cross_entropy`).
+        tail: with return_topk: computes `TopLogprobs.tail`.
         **options: those of `linear_cross_entropy` on which log p and the entropy depend, and those
             of how they are computed, as there; save="grads" requires a scalar loss and is refused
             here.
@@ -427,7 +381,9 @@ def linear_logprobs(
     """
     table.check_names("linear_logprobs", OF_LOGPROBS, options)
     check_logprobs(target, entropy)
-    return logprobs_of(input, linear_weight, target, entropy, return_topk, options)
+    if tail and not return_topk:
+        validate.refuse("tail", "False without return_topk", tail)
+    return logprobs_of(input, linear_weight, target, entropy, return_topk, options, tail)
 
 
 def check_logprobs(target, entropy):
@@ -439,17 +395,24 @@ def check_logprobs(target, entropy):
         validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
 
 
-def logprobs_of(input, linear_weight, target, entropy, topk, options):
-    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy."""
+def logprobs_of(
+    input, linear_weight, target, entropy, topk, options, tail=False, call=linear_cross_entropy
+):
+    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy, or of `call`
+    in its place."""
+    validate.check_flag("tail", tail)
     options = {**options, "reduction": "none", "return_entropy": ENTROPIES[entropy]}
-    options |= {"topk": topk, "return_lse": topk != 0}
-    output = linear_cross_entropy(input, linear_weight, target, **options)
+    options |= {"topk": topk, "return_lse": topk != 0, "return_tail_lse": tail}
+    output = call(input, linear_weight, target, **options)
     if entropy is None and topk == 0:
         return -output, None
     if topk == 0:
         return -output.loss, output.entropy
     logprobs = output.class_logits - output.lse.unsqueeze(-1)
-    return -output.loss, output.entropy, table.TopLogprobs(logprobs, output.classes, output.lse)
+    top = table.TopLogprobs(logprobs, output.classes, output.lse)
+    if tail:
+        top = top._replace(tail=output.tail_lse - output.lse)
+    return -output.loss, output.entropy, top
 
 
 _PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}

@@ -12,7 +12,7 @@ library = torch.library.Library("flce", "FRAGMENT")
 inner = torch.ops.flce
 
 # Indices in enum flce_stat_row and enum flce_scalar of csrc/backend_args.h.
-STAT_LSE, STAT_ENTROPY, STATS = 0, 4, 7
+STAT_LSE, STAT_ENTROPY, STAT_TAIL_LSE, STATS = 0, 4, 7, 8
 SCALAR_VALID, SCALARS = 0, 7
 
 

@@ -91,6 +91,9 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
     accuracy: the share of valid rows whose largest logit is the target's, shape (); 0 if there are
     none. predictions: the lowest class of the largest logit, int64, shape (...); -1 where ignored.
     z_loss: the part z_loss lse^2 of the loss, with the same reduction; detached.
+    tail_lse: logsumexp of each row's logits of all classes that are not in class_logits, shape
+    (...); differentiable; 0 where ignored, -inf where there is no such class. Exact however small
+    the probability exp(tail_lse - lse) of these classes is.
     class_logits: final logits of `classes`, or of the `topk` largest in descending order, shape
     (..., K); differentiable, but not with gradient="sampled"; 0 where ignored.
     classes: with `topk`, the classes of class_logits, int64, shape (..., K); -1 where ignored.
@@ -110,6 +113,7 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
     accuracy: torch.Tensor | None = None
     predictions: torch.Tensor | None = None
     z_loss: torch.Tensor | None = None
+    tail_lse: torch.Tensor | None = None
     class_logits: torch.Tensor | None = None
     classes: torch.Tensor | None = None
 
@@ -118,17 +122,20 @@ class TopLogprobs(typing.NamedTuple):
     """The K largest log-probabilities of each row.
 
     logprobs: (..., K), in nats, descending; differentiable. ids: their classes, (..., K), int64; -1
-    where the target is ignored. lse: logsumexp of all logits of the row, (...); differentiable: the
-    tail's probability is ``1 - logprobs.exp().sum(-1)``.
+    where the target is ignored. lse: logsumexp of all logits of the row, (...); differentiable.
+    tail: with tail=True, log of the probability of all other classes together, (...), in nats;
+    differentiable; 0 where the target is ignored, -inf without another class. It is computed from
+    their logits: ``log1p(-logprobs.exp().sum(-1))`` is rounding noise where it is small.
 
     >>> x, W, y = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)
-    >>> *_, top = flce.linear_logprobs(x, W, y, return_topk=16)
-    >>> torch.testing.assert_close(top.logprobs.exp().sum(-1), torch.ones(5))
+    >>> *_, top = flce.linear_logprobs(x, W, y, return_topk=4, tail=True)
+    >>> torch.testing.assert_close(top.logprobs.exp().sum(-1) + top.tail.exp(), torch.ones(5))
     """
 
     logprobs: torch.Tensor
     ids: torch.Tensor
     lse: torch.Tensor
+    tail: torch.Tensor | None = None
 
 
 OUTPUTS = LinearCrossEntropyOutput._fields[1:]
@@ -212,11 +219,13 @@ def default_memory(device):
 
 # ---- packing ----
 
-LAYOUT = 8  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 10  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
 # layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
 (*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
+# From so many chunks on the weight's gradient is summed in float32 by default (csrc/flce.h).
+WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 # What a call adds to the options, by default: dtype of autocast, size of an adapter's join, global
 # state.
 OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}
@@ -318,7 +327,7 @@ class Packed:
         wanted = self.wanted = Wanted(*(check_flag(name, given[name]) for name in RETURNS))
         self.outputs = any(wanted)
         entropy_gradient = wanted.entropy and not self.detaches_entropy
-        self.differentiable = wanted.lse or entropy_gradient
+        self.differentiable = wanted.lse or entropy_gradient or wanted.tail_lse
         self.reduction, self.gradient = given["reduction"], given["gradient"]
         self.z_loss = given["z_loss"]
         self.ignore_index = ignore_index_of(given["ignore_index"])
@@ -346,10 +355,12 @@ class Packed:
             values[name] = -1 if dtype is None else code_of(name, dtype, ValueError)
         values |= zip(SHARD, shard, strict=True)
         values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
+        values["wants_tail"] = wanted.tail_lse
         values |= {"entropy_gradient": entropy_gradient, "consumes_saved": 0}
         values["wants_predictions"] = wanted.predictions or wanted.accuracy
         values["wants_statistics"] = any(wanted._replace(predictions=False))
         values["ignore_index"], values["topk"] = self.ignore_index, self.topk
+        values["first_token"] = 0
         self._values, self._lists = values, {}
 
     def integers_with(self, *first, **of_call):

@@ -121,6 +121,7 @@ class _NoReturns(typing.TypedDict, total=False):
     return_accuracy: Literal[False]
     return_predictions: Literal[False]
     return_z_loss: Literal[False]
+    return_tail_lse: Literal[False]
 
 class _Asked(typing.TypedDict, total=False):
     return_lse: Literal[True]
@@ -128,6 +129,7 @@ class _Asked(typing.TypedDict, total=False):
     return_accuracy: Literal[True]
     return_predictions: Literal[True]
     return_z_loss: Literal[True]
+    return_tail_lse: Literal[True]
 
 class _Returns(typing.TypedDict, total=False):
     return_lse: bool
@@ -135,6 +137,7 @@ class _Returns(typing.TypedDict, total=False):
     return_accuracy: bool
     return_predictions: bool
     return_z_loss: bool
+    return_tail_lse: bool
 
 class _NoOutputs(_NoReturns, total=False):
     classes: None
@@ -168,6 +171,7 @@ class LinearCrossEntropyOutput(typing.NamedTuple):
     accuracy: Tensor | None = None
     predictions: Tensor | None = None
     z_loss: Tensor | None = None
+    tail_lse: Tensor | None = None
     class_logits: Tensor | None = None
     classes: Tensor | None = None
 
@@ -175,3 +179,4 @@ class TopLogprobs(typing.NamedTuple):
     logprobs: Tensor
     ids: Tensor
     lse: Tensor
+    tail: Tensor | None = None

@@ -133,16 +133,26 @@ def cross_entropy(
         # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
         of_lse = (log_p + entropy.unsqueeze(-1)).detach()
         entropy = _with_derivative(entropy, kept, -derivative * of_lse)
-    made = (lse, entropy, accuracy, predictions, z_part.detach())
-    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
     if topk:
         classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
-    at = top = None
+    at = top = tail_lse = None
     if classes is not None:
         absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
         at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
         at, top = at.masked_fill(absent, 0.0), classes.masked_fill(absent, -1)
+        tail_lse = _tail_lse(logits, top).to(stat).masked_fill(cut, 0.0)
+    made = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
+    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
     return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
+
+
+def _tail_lse(logits, classes):
+    """logsumexp (...) of the logits that are not of `classes` (..., K), of which -1 is none."""
+    own = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+    own.scatter_add_(-1, classes.clamp(min=0).long(), (classes >= 0).long())
+    others = logits.masked_fill(own > 0, -math.inf)
+    empty = others.isneginf().all(dim=-1)  # logsumexp's gradient would be NaN
+    return others.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -math.inf)
 
 
 def linear_logprobs(input, linear_weight, target, **options):

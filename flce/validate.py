@@ -101,6 +101,14 @@ def check_constant(name, tensor):
         refuse(name, "a tensor that does not require grad", got)
 
 
+def check_vector(name, tensor, shape, first_name, first, meaning=""):
+    """Real numbers of this shape on the device of `first`; `meaning`: as in check_shape."""
+    if tensor.is_complex():
+        refuse(name, "real numbers", tensor.dtype, TypeError)
+    check_shape(name, tensor, shape, meaning)
+    check_same_device(name, tensor, first_name, first)
+
+
 def seed_tensor(seed, first):
     """gradient_seed as a 0-d tensor on `first`'s device, drawn if None; does not synchronise."""
     if seed is None:

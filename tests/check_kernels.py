@@ -52,7 +52,7 @@ DEPENDENT = {
     *("scale_elements", "finish_touched_rows", "scale_coefficients"),
     *("shard_targets", "pack_statistics", "merge_statistics", "sum_partial_dx"),
     *("sample_rows", "sampled_grad_input", "sampled_grad_weight"),
-    *("class_logits", "class_gradients", "top_classes"),
+    *("class_logits", "class_gradients", "tail_rows", "top_classes"),
     *("logits_gemm_sm90", "grad_weight_gemm_sm90"),
 }
 OVERLAPPING = {"prepare_call", "reduce_values"}  # these read before they wait

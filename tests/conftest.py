@@ -19,8 +19,6 @@ import cases  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-import flce.fusion  # noqa: E402
-
 NO_GPU = "no CUDA device"
 
 
@@ -77,8 +75,6 @@ def _fresh_settings(monkeypatch, pytestconfig):
     for name in ("FLCE_MAX_MEMORY", "FLCE_CHECK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLCE_KERNEL", pytestconfig.getoption("kernel"))
-    # As in a new process: else flce.fuse allows for what graphs of earlier tests may compute.
-    monkeypatch.setattr(flce.fusion.Fusion, "_graphs_exist", False)
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

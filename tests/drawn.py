@@ -260,6 +260,9 @@ class Draw:
             options["classes"] = call.ids
         if function == "sparse":
             self._sparse(call, shapes)
+        if function in ("at", "topk", "classes") and self.chance(0.5):
+            options["return_tail_lse" if function == "classes" else "tail"] = True
+            shapes["tail_lse" if function == "classes" else "tail"] = shape
         size = self._size()
         for name, own in shapes.items():
             grad = size * self.normal(*own).to(wide)
@@ -338,6 +341,7 @@ def definition(call, leaves, found=None):
     wants = {"reduction": "none", "return_lse": True, "return_entropy": True}
     if ids is not None:
         wants["classes"] = ids.long().masked_fill(ids == none, -100)
+        wants["return_tail_lse"] = True
     operands = case.input, case.linear_weight, case.target
     rows = reference.linear_cross_entropy(*operands, **case.options, **wants)
     made, cut = rows._asdict(), cases.final_logits(case)[1]
@@ -345,6 +349,7 @@ def definition(call, leaves, found=None):
     if ids is not None:
         absent = (ids == none) | cut.unsqueeze(-1)
         at = (rows.class_logits - rows.lse.unsqueeze(-1)).masked_fill(absent, 0.0)
+        made["tail"] = rows.tail_lse - rows.lse
         made |= {"top": at} | ({"logprobs": at} if call.function in ("at", "loss_at") else {})
     if call.function == "classes":
         made["loss"] = reduced(rows.loss, cut, meant)
@@ -416,7 +421,9 @@ def run(call, leaves, **parallel):
         return {"loss": flce.linear_loss(*operands, target, loss_fn, **options)}, None
     if function == "at":
         options = _without(options, "reduction")
-        return {"logprobs": flce.linear_logprobs_at(*operands, call.ids, **options)}, None
+        made, count = flce.linear_logprobs_at(*operands, call.ids, **options), call.ids.shape[-1]
+        tail = {"tail": made[..., count]} if options.get("tail") else {}
+        return {"logprobs": made[..., :count], **tail}, None
     if function in ("logprobs", "topk"):
         options = _without(options, "reduction")
         count = options.pop("topk", 0)
@@ -424,7 +431,8 @@ def run(call, leaves, **parallel):
         named = {"logprobs": made[0], "entropy": made[1]}
         if not count:
             return named, None
-        return {**named, "top": made[2].logprobs, "lse": made[2].lse}, made[2].ids
+        tail = {} if made[2].tail is None else {"tail": made[2].tail}
+        return {**named, "top": made[2].logprobs, "lse": made[2].lse, **tail}, made[2].ids
     target = call.target
     if function == "sparse":
         target = call.ids, call.meant["probabilities"]

@@ -287,7 +287,7 @@ def check(call, record, ranks=None, device="cpu"):
             assert value.dtype == wide, name
             bound = bounds.outputs
             bound = bound.unsqueeze(-1) if name in ("top", "class_logits") else bound
-            bound = bound.unsqueeze(-1) if call.function == "at" else bound
+            bound = bound.unsqueeze(-1) if call.function == "at" and name != "tail" else bound
             if name == "loss":
                 bound = bound_of_loss(call, bounds)
             if vague:

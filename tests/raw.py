@@ -40,8 +40,8 @@ def forward(
 
 def backward(arguments, made, grad_output, grad_stats=None, **changed):
     """The backward of a forward with `arguments` that returned `made`; `changed`: by name."""
-    stats, scalars, saved = (
-        None if made[output] is None else made[output].detach() for output in (1, 2, 4)
+    stats, scalars, saved, class_logits = (
+        None if made[output] is None else made[output].detach() for output in (1, 2, 4, 8)
     )
     given = {
         "grad_output": grad_output,
@@ -50,10 +50,11 @@ def backward(arguments, made, grad_output, grad_stats=None, **changed):
         "scalars": scalars,
         "saved": saved,
         "classes": arguments[TENSORS - 1],
+        "class_logits": class_logits,
         "grad_classes": None,
         **changed,
     }
-    operands = (*arguments[: TENSORS - 3], given["classes"])
+    operands = (*arguments[: TENSORS - 3], given["classes"], given["class_logits"])
     kept = (given["stats"], given["scalars"], given["saved"])
     upstream = (given["grad_output"], given["grad_stats"], given["grad_classes"])
     return (*upstream, *operands, *kept, *arguments[TENSORS:])

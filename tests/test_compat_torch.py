@@ -82,7 +82,13 @@ def test_what_torchs_options_become():
     both = {"accum_dtype": torch.float32, "max_memory": 8 * 64}  # rows are multiples of 64 bytes
     assert made(fields(torch.float32, "accurate", 8)) == both
     assert made(fields(torch.bfloat16, "accurate", 3), **both) == both
-    assert made(fields(torch.float32, "compact")) == {}
+    own = {"accum_dtype": torch.bfloat16}  # also over many chunks, where flce's default is wider
+    assert made(fields(torch.float32, "compact")) == own
+    with torch.autocast("cpu", torch.float16):
+        assert made(fields(None, "compact")) == {"accum_dtype": torch.float16}
+        assert made(fields(None, "compact"), weight.double()) == {"accum_dtype": torch.float64}
+    with pytest.raises(TypeError, match="^linear_weight: "):
+        made(fields(None, "compact"), weight.int())
     assert made(fields(batch_chunk_size=3), weight.double()) == {"max_memory": 3 * 128}
     with pytest.raises(TypeError, match="^options: expected"):
         made({"batch_chunk_size": 3})

@@ -206,6 +206,32 @@ def test_interrupts_threads_forks_and_exits():
     assert (status, said) == (0, expected), errors
 
 
+OUT_OF_MEMORY = """
+import resource, sys, torch, flce
+rows = int(sys.argv[1])
+x, w = (torch.randn(size, 256).bfloat16().requires_grad_() for size in (rows, 32768))
+y = torch.randint(32768, (rows,))
+call = lambda: flce.linear_cross_entropy(x, w, y, save="grads", max_memory=512 * 32768 * 2)
+call()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (24 << 20),) * 2)
+try:
+    call()
+except torch.OutOfMemoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("rows", "advised"), [(2048, 256 * 32768 * 2), (4096, None)])
+def test_out_of_memory_advises_what_takes_less(rows, advised):
+    """Half of max_memory over 4 chunks. Over 8 it would make 16, whose sum of dW is in float32."""
+    process = start_python("-c", OUT_OF_MEMORY, rows, MALLOC_MMAP_THRESHOLD_="65536")
+    _, (text,), errors = end_of(process)
+    assert "bytes over the inputs" in text, (text, errors)
+    found = re.search(r"Try max_memory=(\d+)$", text)
+    assert (int(found[1]) if found else None) == advised, text
+
+
 def leaves_of(vocab):
     torch.manual_seed(0)
     x, w = torch.randn(12, 8), torch.randn(vocab, 8)

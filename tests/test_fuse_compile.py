@@ -6,7 +6,21 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
-from tiny_models import BATCH, HIDDEN, IDS, VOCAB, Model, equal, equal_runs, run, same, shifted_loss
+from tiny_models import (
+    BATCH,
+    HIDDEN,
+    IDS,
+    VOCAB,
+    Model,
+    Own,
+    equal,
+    equal_runs,
+    flat_loss,
+    run,
+    same,
+    shifted_loss,
+    trained,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -49,17 +63,132 @@ def test_one_graph(name):
 
 @pytest.mark.parametrize("name", ["plain", "exp"])
 def test_compiles_once(name):
-    """What falls back is compiled once more, without its warning."""
+    """In one graph; also what falls back, which is told of while it is traced."""
     model = make(USES.get(name, torch.exp))
-    counter = CompileCounterWithBackend("aot_eager")
-    with flce.fuse(model), warnings.catch_warnings():
+    expected = run(model)
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+    with flce.fuse(model) as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        called = torch.compile(model, backend=counter, fullgraph=True)
+        for _ in range(5):
+            equal_runs(run(model, called=called), expected, BAR)
+            counts.append(counter.frame_count)
+    told = [str(one.message) for one in told if "flce" in str(one.message)]
+    assert counts == [1] * 5 and list(handle.fallbacks) == ["exp is not deferred"] * len(told)
+    assert len(told) == (name == "exp")
+
+
+def test_strict_refuses_a_fall_back_in_a_graph():
+    with flce.fuse(model := make(torch.exp), strict=True):
+        for fullgraph in (True, False):
+            with pytest.raises(RuntimeError, match="strict=True: .*exp is not deferred"):
+                compiled(model, fullgraph=fullgraph)(IDS, labels=IDS)
+
+
+def nll(logp, labels):
+    return -logp.gather(-1, labels[..., None]).squeeze(-1)
+
+
+def two_values_live(logits, labels):
+    logp = logits.log_softmax(-1)
+    spread = logits.std(-1).mean()
+    return nll(logp, labels).mean() + spread
+
+
+def two_values_live_over_a_break(logits, labels):
+    logp = logits.log_softmax(-1)
+    dynamo.graph_break()
+    return logits.amax(-1).mean() + nll(logp, labels).mean()
+
+
+def a_mask(logits, labels):
+    """A loss of one's own for models of transformers: the masks break the graph."""
+    keep = labels != 3
+    logp = logits.log_softmax(-1)
+    return nll(logp, labels)[keep].mean() + logits.logsumexp(-1)[keep].pow(2).mean()
+
+
+def detached_after_a_write(logits, labels):
+    changed = logits.clone()
+    changed[..., 0].fill_(-5.0)
+    weight = logits.detach().softmax(-1).amax(-1).mean()
+    return flat_loss(changed, labels) * weight
+
+
+def detached_after_a_break(logits, labels):
+    loss = flat_loss(logits, labels)
+    print(end="")
+    return loss * nll(logits.detach().log_softmax(-1), labels).exp().mean()
+
+
+def breaks_in_a_row(logits, labels):
+    scaled = logits * 2
+    rows = scaled[:, :-1].contiguous()
+    dynamo.graph_break()
+    loss = flat_loss(rows, labels[:, 1:])
+    dynamo.graph_break()
+    loss = loss + scaled.logsumexp(-1).mean()
+    print(end="")
+    return loss + logits.mean(-1).sum()
+
+
+LOSSES = (two_values_live, two_values_live_over_a_break, a_mask, detached_after_a_write)
+LOSSES += (detached_after_a_break, breaks_in_a_row)
+
+
+@pytest.mark.parametrize("when", ["labels", "always"])
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_values_keep_apart_over_breaks_of_the_graph(loss_of, when):
+    """Where the loss stands in a function that the forward calls; without further compilations."""
+    model = Model(same, loss_of, dtype=torch.float32, scale=0.5)
+    expected = run(model)
+    counter, counts = CompileCounterWithBackend("eager"), []
+    with flce.fuse(model, when=when), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called = torch.compile(model, backend=counter)
-        counts = []
-        for _ in range(5):
-            called(IDS, labels=IDS)[0].backward()
+        for _ in range(4):
+            got = run(model, called=called)
             counts.append(counter.frame_count)
-    assert counts[1:] == counts[1:2] * 4 and (name == "exp" or counts[0] == counts[1] == 1)
+            equal_runs(got, expected, BAR)
+            equal(got[2], expected[2], BAR)
+    assert counts[1:] == counts[:1] * 3
+
+
+def gradients_of(model, logits_of, loss_of):
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(logits_of(IDS), IDS)
+    loss.backward()
+    return loss.detach(), model.embedding.weight.grad, model.lm_head.weight.grad
+
+
+LOSSES_OUTSIDE = {
+    "two functions": lambda z, y: z.max(-1).values.mean() + z.amax(-1).mean(),
+    "a fall-back, then not": lambda z, y: z.pow(2).mean() + flat_loss(z, y),
+    "a break between": lambda z, y: (
+        z.mean(-1).sum() + (print(end=""), nll(z.log_softmax(-1), y))[1].sum()
+    ),
+    "a function of torch": lambda z, y: torch.logsumexp(z, -1).mean(),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", LOSSES_OUTSIDE)
+def test_a_compiled_loss_of_an_eager_model(name, checkpointed):
+    """Logits of a reentrant checkpoint have a graph of their own, through which gradients go."""
+    model, loss_of = make(), LOSSES_OUTSIDE[name]
+
+    def logits_of(ids):
+        x = model.embedding(ids)
+        return (
+            checkpoint(model.lm_head, x, use_reentrant=True) if checkpointed else model.lm_head(x)
+        )
+
+    expected = gradients_of(model, logits_of, loss_of)
+    with flce.fuse(model, when="always"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = gradients_of(model, logits_of, torch.compile(loss_of, backend="eager"))
+    for one, other in zip(got, expected, strict=True):
+        equal(one, other, BAR)
 
 
 def test_a_compiled_forward_of_an_eager_model():
@@ -106,6 +235,71 @@ def test_exported_models_give_logits(when, strict):
         made = torch.export.export(module, (IDS,), strict=strict).module()(IDS)
     for got, one in zip(made, expected, strict=True):
         equal(got, one, BAR)
+
+
+def labelled(called):
+    return lambda model: called(IDS, labels=IDS)[0]
+
+
+def unlabelled(called):
+    return lambda model: flat_loss(called(IDS)[1], IDS)
+
+
+NOT_CALLED = r"with labels did not call the head \(lm_head\)"
+NOT_IN_TRAINING = r"training did not call the head \(lm_head\).*F.linear"
+
+
+@pytest.mark.parametrize("exports", [False, True])
+def test_a_step_without_a_loss_is_told_whatever_was_compiled_before(exports):
+    """Here, of a model of the same class."""
+    other = Model()
+    with flce.fuse(other):
+        if exports:
+            torch.export.export(other, (IDS, IDS))
+            with pytest.warns(UserWarning, match="called without labels in training"):
+                trained(other, unlabelled(other))  # also of that which was exported
+        else:
+            trained(other, labelled(compiled(other)))
+    for loss_of, expected in ((labelled, NOT_CALLED), (unlabelled, NOT_IN_TRAINING)):
+        with flce.fuse(model := Own()), pytest.warns(UserWarning, match=expected):
+            trained(model, loss_of(model))
+
+
+@pytest.mark.parametrize("part", ["model", "forward"])
+@pytest.mark.parametrize("when", ["labels", "always"])
+def test_a_compiled_step_that_does_not_call_the_head_is_told(when, part):
+    def of(model):
+        if part == "forward":
+            model.forward = compiled(model.forward)
+        return model if part == "forward" else compiled(model)
+
+    expected = NOT_IN_TRAINING if (when, part) == ("always", "model") else NOT_CALLED
+    for loss_of, told in ((labelled, expected), (unlabelled, NOT_IN_TRAINING)):
+        with flce.fuse(model := Own(), when=when), pytest.warns(UserWarning, match=told):
+            trained(model, loss_of(of(model)))
+    with flce.fuse(model := Own(), when=when, strict=True):
+        with pytest.raises(RuntimeError, match=f"strict=True: .*{expected}".split(r".*F")[0]):
+            trained(model, labelled(of(model)))
+
+
+def test_a_graph_counts_for_no_other_handle():
+    """Not of a model of the same class, nor of the same model fused anew."""
+    one, other = Model(), Model()
+    called = torch.compile(lambda model, *inputs: model(*inputs), backend="eager", fullgraph=True)
+
+    def with_labels(model):
+        return called(model, IDS, IDS)[0]
+
+    with flce.fuse(one, strict=True) as first, flce.fuse(other, strict=True) as second:
+        for handle in (first, second, first):
+            trained(handle.model, with_labels)
+        assert first.losses == second.losses == {"none": 1}
+    for _ in range(2):
+        with flce.fuse(one, strict=True) as handle:
+            trained(one, with_labels)
+            assert handle.losses == {"none": 1}
+        with flce.fuse(one), pytest.warns(UserWarning, match="without labels in training"):
+            trained(one, lambda model: flat_loss(called(model, IDS)[1], IDS))
 
 
 def test_a_checkpoint_in_a_graph():

@@ -13,11 +13,13 @@ from tiny_models import (
     VOCAB,
     Adapted,
     Model,
+    Own,
     compare,
     equal,
     equal_runs,
     flat_loss,
     run,
+    trained,
 )
 from torch import nn
 
@@ -157,14 +159,6 @@ def test_a_weight_that_is_whole_inside_the_hooks_alone(save):
             equal(one.grad, other.grad)
 
 
-class Own(Model):
-    """Multiplies by the head's weight itself."""
-
-    def forward(self, ids, labels=None):
-        logits = F.linear(self.embedding(ids), self.lm_head.weight, self.lm_head.bias)
-        return (None if labels is None else flat_loss(logits, labels)), logits
-
-
 def test_a_head_that_is_not_called_is_told():
     model = Own()
     expected = (
@@ -179,12 +173,6 @@ def test_a_head_that_is_not_called_is_told():
     with flce.fuse(model, strict=True):
         with pytest.raises(RuntimeError, match="strict=True: forward with labels did not call"):
             model(IDS, IDS)
-
-
-def trained(model, loss_of):
-    loss_of(model).backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    model.zero_grad()
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -155,6 +155,12 @@ def of_classes(ids):
         ({"grad_classes": grad[:, :-1].contiguous()}, shape),
         ({"grad_classes": grad.double()}, "grad_classes: expected dtype torch.float32, got"),
         ({"grad_classes": grad.t().contiguous().t()}, "grad_classes: expected a contiguous"),
+        (
+            {"grad_classes": grad, "class_logits": None},
+            "class_logits: expected those of the forward",
+        ),
+        ({"class_logits": grad[:-1]}, rf"class_logits: expected shape \({rows}, {count}\)"),
+        ({"class_logits": grad.double()}, "class_logits: expected dtype torch.float32, got"),
         ({"classes": ids[:-1]}, rf"classes: expected shape \({rows}, {count}\), .*, got \("),
         ({"classes": ids[:, :0]}, r"classes: expected shape \(24, 1\), .*, got \(24, 0\)"),
         ({"classes": ids[0, 0].clone()}, r"classes: expected shape .*, got \(\)"),

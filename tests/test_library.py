@@ -89,8 +89,9 @@ def opcheck_backward(device):
             grad_output = torch.tensor(0.3, device=device)
             yield raw.backward(arguments, made, grad_output, grad_stats), {}
             ids = torch.zeros(*target.shape, 2, dtype=torch.int64, device=device)
-            classes = {"classes": ids, "grad_classes": torch.rand(ids.shape, device=device)}
-            yield raw.backward(arguments, made, grad_output, **classes), {}
+            upstream = {"grad_classes": torch.rand(ids.shape, device=device)}
+            classes = {"classes": ids, "class_logits": torch.rand(ids.shape, device=device)}
+            yield raw.backward(arguments, made, grad_output, **classes, **upstream), {}
 
 
 def opcheck_backward_into(device):
@@ -176,7 +177,7 @@ TRACED += ("divergence",)
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = "describe plan option_names cpu_variant cuda_describe gemm_count"
-WITHOUT_TENSORS += " gpu_names find_gpu"
+WITHOUT_TENSORS += " gpu_names find_gpu wide_sum_chunks"
 # Of benchmarks/tune.py: the tensors are scratch memory, a result is a time. Never in a graph.
 WITHOUT_TENSORS += " gemm_record gemm_recorded gemm_candidates gemm_use gemm_time"
 # Called by the operators themselves, by all ranks of a group: test_vocab_*.py.

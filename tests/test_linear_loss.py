@@ -233,6 +233,86 @@ def test_refusals(device):
         chunked(focal, arguments, save="stats")(**given)
 
 
+def test_grad_mode_of_loss_fn(device):
+    """The caller's, whatever requires grad: a parameter in it is refused, not ignored."""
+    given = operands(device, torch.float32)
+    frozen = {name: t.detach() for name, t in given.items()}
+    scale, modes = torch.ones((), device=device, requires_grad=True), []
+
+    def scaled(logprobs, *_):
+        modes.append(torch.is_grad_enabled())
+        return (logprobs * scale).sum()
+
+    for call in (given, frozen):
+        with pytest.raises(ValueError, match=r"^loss_fn: .* of shape \(\); detach"):
+            chunked(scaled, ())(**call)
+    assert modes == [True, True]
+    with torch.no_grad():
+        assert not chunked(scaled, ())(**given).requires_grad
+    with torch.inference_mode():
+        assert not chunked(scaled, ())(**given).requires_grad
+    assert modes == [True, True, False, False]
+    loss, value = chunked(lambda lp, *_: (lp.sum(), scale), (), rows=41)(**frozen)
+    assert not loss.requires_grad and not value.requires_grad
+
+
+def test_max_memory_of_the_classes_that_exist(device):
+    """A row of valid_vocab logits fits, as in linear_cross_entropy; the chunks are its own."""
+    x, w, target = cases.leaves(device, 256, hidden=8, vocab=1000, dtype=torch.float32)
+    target %= 10
+    options = {"valid_vocab": 10, "max_memory": 8 * 256}
+    call, starts = (x, w, target), []
+
+    def summed(logprobs, entropy, rows):
+        starts.append(rows.start)
+        return -logprobs.sum()
+
+    made = flce.linear_loss(*call, summed, **options)
+    torch.testing.assert_close(made, flce.linear_cross_entropy(*call, reduction="sum", **options))
+    plan = flce.plan(256, 8, 1000, device=device, dtype=x.dtype, save="grads", **options)
+    assert len(starts) == plan.chunks > 1
+
+
+def test_messages(device):
+    """They name linear_loss's own arguments, and rows by their number in the whole call."""
+    given = operands(device, torch.float32)
+    x, w, target = (given[name] for name in ("input", "linear_weight", "target"))
+    half = torch.float16 if device == "cpu" else torch.bfloat16
+    ids = target.unsqueeze(-1)
+    refused = [
+        ((torch.ones((), device=device), w, target), {}, "input: expected at least one dim"),
+        ((x, w[:0], target), {}, rf"linear_weight: expected at least one row .* \(0, {HIDDEN}\)"),
+        ((x, w[:, :5], target), {}, rf"linear_weight: expected shape \(V, {HIDDEN}\)"),
+        ((x.int(), w, target), {}, "input: expected one of"),
+        ((x, w, ids[:, :0]), {}, r"target: expected .* K at least 1, got shape \(41, 0\)"),
+        ((x, w, ids.short()), {}, "target: expected int64 or int32"),
+        ((x, w, target), {"loss_fn": None}, "loss_fn: expected a function, got NoneType"),
+        ((x, w, target), {"loss_fn": lambda *_: ()}, "loss_fn: expected a scalar tensor, .* tuple"),
+        ((x, w.half(), target), {}, "linear_weight: expected the dtype of input"),
+        ((x, w, target), {"accum_dtype": half, "rows": 9}, "accum_dtype: expected torch.float32"),
+        ((x, w, target), {"valid_vocab": VOCAB + 1}, f"valid_vocab: expected .* 1 to {VOCAB}"),
+    ]
+    for call, options, match in refused:
+        with pytest.raises(REFUSED, match=f"^{match}"):
+            flce.linear_loss(*call, **{"loss_fn": focal, **options})
+    # Without a row the same is refused.
+    for call, options, match in refused[1:4] + refused[8:]:
+        x, *others, target = call
+        with pytest.raises(REFUSED, match=f"^{match}"):
+            flce.linear_loss(x[:0], *others, target[:0], **{"loss_fn": focal, **options})
+
+
+def test_targets_out_of_range():
+    given = operands("cpu", torch.float32)
+    for classes in ((), (3,)):
+        target = given["target"].reshape(-1, *(1 for _ in classes)).expand(-1, *classes).clone()
+        target[37] = 1000
+        row = r"classes: row 37 has class 1000" if classes else r"target\[37\] is 1000"
+        for options in ({"rows": 9}, {"cu_seqlens": torch.tensor([3, 8, 30, 41]), "rows": 1}):
+            with pytest.raises(IndexError, match=f"^{row}"):
+                chunked(focal, (), **options)(**{**given, "target": target})
+
+
 def test_transforms(device):
     """A tangent of a frozen input would be lost; the names are those of flce."""
     given = operands(device)

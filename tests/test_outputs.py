@@ -25,15 +25,17 @@ def test_outputs_are_named_and_typed(device):
     made = flce.linear_cross_entropy(x, w, y, **options, **{f"return_{n}": True for n in names})
     assert isinstance(made, flce.LinearCrossEntropyOutput) and made.loss > made.z_loss > 0
     assert made.class_logits is None and made.classes is None
+    names += ("tail_lse",)
     made = flce.linear_cross_entropy(
         x, w, y, topk=3, **options, **{f"return_{n}": True for n in names}
     )
-    kinds = [torch.float32] * 4 + [torch.int64, torch.float32, torch.float32, torch.int64]
+    kinds = [torch.float32] * 4 + [torch.int64, *[torch.float32] * 3, torch.int64]
     assert [t.dtype for t in made] == kinds
-    shapes = [(), (4, 5), (4, 5), (), (4, 5), (), (4, 5, 3), (4, 5, 3)]
+    shapes = [(), (4, 5), (4, 5), (), (4, 5), (), (4, 5), (4, 5, 3), (4, 5, 3)]
     assert [t.shape for t in made] == shapes
+    assert made.tail_lse[0, 1] == 0 and (made.tail_lse < made.lse)[1:].all()
     assert made.lse[0, 1] == 0 and made.entropy[0, 1] == 0 and made.predictions[0, 1] == -1
-    assert [t.requires_grad for t in made] == [True] * 3 + [False] * 3 + [True, False]
+    assert [t.requires_grad for t in made] == [True] * 3 + [False] * 3 + [True, True, False]
 
 
 def test_accuracy_and_predictions(device):

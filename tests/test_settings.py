@@ -48,6 +48,7 @@ def test_public_signatures_follow_the_table():
     assert parameters(flce.cross_entropy, 2) == {**defaults("of_logits"), **returns}
     logprobs = parameters(flce.linear_logprobs, 3)
     assert logprobs.pop("entropy") == "differentiable" and logprobs.pop("return_topk") == 0
+    assert logprobs.pop("tail") is False
     assert logprobs.items() <= defaults().items()
     assert {"softcap", "gradient", "gradient_eps", "gradient_seed"} <= logprobs.keys()
     planned = defaults("of_module")

@@ -242,7 +242,7 @@ def test_hooks_see_a_named_output(device, batch):
     assert seen[0] is flce.LinearCrossEntropyOutput
     loss, lse, *others = seen[1]
     assert loss == 2.0 and torch.equal(lse, torch.ones_like(output.lse))
-    assert others == [None] * 6
+    assert others == [None] * 7
     mapped = torch.utils._pytree.tree_map(lambda value: value, output)
     assert isinstance(mapped, flce.LinearCrossEntropyOutput)
 

@@ -196,7 +196,7 @@ OTHERS = {
     "reference linear_cross_entropy": _OF_REFERENCE,
     "reference cross_entropy": _OF_LOGITS,
     "reference linear_logprobs": {*inspect.signature(flce.linear_logprobs).parameters}
-    - {"entropy", "return_topk", "vocab_parallel"},
+    - {"entropy", "return_topk", "tail", "vocab_parallel"},
 }
 
 

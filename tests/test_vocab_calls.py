@@ -253,7 +253,7 @@ def test_a_group_without_others(ranks):
 def test_operators(ranks):
     case, vp = ranks.divided(make()), ranks.parallel(VOCAB)
     x, w, b = leaves_of(case).values()
-    wants = {"topk": 2, **RETURNS}
+    wants = {"topk": 2, "return_tail_lse": True, **RETURNS}
     options = {"linear_bias": b, "vocab_parallel": vp, **wants}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)

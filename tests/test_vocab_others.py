@@ -1,4 +1,5 @@
-"""Sampled gradients of a sharded vocabulary, and extreme logits. On ranks over gloo."""
+"""Sampled gradients of a sharded vocabulary, linear_loss, and extreme logits. On ranks over
+gloo."""
 
 import cases
 import torch
@@ -81,6 +82,48 @@ def test_keys_of_ranks(ranks):
     own = cases.outcome(flce.linear_cross_entropy, case, **call)["linear_weight"][1:]
     first, other = ranks.gathered(own)
     ranks.note(not torch.equal(first, other), "both ranks draw the same")
+
+
+# ---- linear_loss ----
+
+
+def chunked(ranks, case, vp, rows, **options):
+    """{name: value} of the loss and the gradients of linear_loss in chunks of `rows` rows."""
+    x, w = (leaf.detach().clone().requires_grad_() for leaf in (case.input, case.linear_weight))
+    options = {"rows": rows, "vocab_parallel": vp, **case.options, **options}
+    loss = flce.linear_loss(x, w, case.target, lambda p, *_: -p.sum(), **options)
+    names = "loss", "input", "linear_weight"
+    return dict(zip(names, (loss, *torch.autograd.grad(loss, (x, w))), strict=True))
+
+
+@on(2)
+def test_draws_of_chunks(ranks):
+    case, ends = sampled_case(ignored=4), (3, VOCAB)
+    own, vp = ranks.divided(case, ends), ranks.parallel(VOCAB, ends)
+    whole = cases.outcome(
+        flce.linear_cross_entropy, own, vocab_parallel=vp, reduction="sum", **sampled(2**-3, 5)
+    )
+    for rows in (TOKENS, 3):
+        made = chunked(ranks, own, vp, rows, **sampled(2**-3, 5))
+        for name, value in made.items():
+            ranks.agree(f"{name} in chunks of {rows}", value, whole[name], 1e-5)
+
+
+@on(2)
+def test_sums_of_chunks(ranks):
+    """The sum over many chunks is that of one process: in float32 by default."""
+    case = cases.make_case(256, 16, 40, dtype=torch.bfloat16, std=0.5)
+    case.input += 1.0
+    classes, errors = ranks.classes(40), []
+    wide = cases.outcome(flce.linear_cross_entropy, case.to(torch.float64), reduction="sum")
+    exact = wide["linear_weight"][classes]
+    for accum_dtype in (None, torch.bfloat16):
+        made = chunked(ranks, ranks.divided(case), ranks.parallel(), 1, accum_dtype=accum_dtype)[
+            "linear_weight"
+        ]
+        errors.append(cases.relative_error(made.double(), exact))
+    ranks.note(errors[0] < 5e-3, f"error {errors[0]:.1e}")
+    ranks.note(errors[1] > 2 * errors[0], f"in bfloat16 {errors[1]:.1e}")
 
 
 # ---- extremes ----

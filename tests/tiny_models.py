@@ -61,6 +61,14 @@ class Model(nn.Module):
         return (None if labels is None else self.loss_of(logits, labels)), logits
 
 
+class Own(Model):
+    """Multiplies by the head's weight itself."""
+
+    def forward(self, ids, labels=None):
+        logits = F.linear(self.embedding(ids), self.lm_head.weight, self.lm_head.bias)
+        return (None if labels is None else flat_loss(logits, labels)), logits
+
+
 class HeadModel(nn.Module):
     def __init__(self, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64, **options):
         super().__init__()
@@ -99,6 +107,13 @@ def run(model, ids=IDS, called=None):
     loss, logits = (model if called is None else called)(ids, labels=ids)
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters()], logits
+
+
+def trained(model, loss_of):
+    """A step of training."""
+    loss_of(model).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
 
 
 def equal(got, expected, bar=1e-12):

@@ -119,9 +119,10 @@ void check_classes(const int64_t* ids, const flce_problem& problem) {
   for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
     if (ids[i] != none && (ids[i] < 0 || ids[i] >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
-                    "classes: row " + std::to_string(i / problem.row_classes) + " has class " +
-                        std::to_string(ids[i]) + ", expected 0 to " + std::to_string(most - 1) +
-                        ", or ignore_index");
+                    "classes: row " +
+                        std::to_string(problem.first_token + i / problem.row_classes) +
+                        " has class " + std::to_string(ids[i]) + ", expected 0 to " +
+                        std::to_string(most - 1) + ", or ignore_index");
   }
 }
 
@@ -164,7 +165,7 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
 int64_t valid_rows(const int64_t* target, const flce_problem& problem) {
   int64_t valid = 0, classes = all_classes(problem);
   if (classes < 1) return 0;
-  check(flce_check_targets(target, problem.tokens, classes, problem.loss.ignore_index, &valid));
+  check(flce_check_targets(&problem, target, classes, &valid));
   if (valid > problem.rows)
     refuse("valid_bound",
            "at least " + std::to_string(valid) + ", the number of rows that are not ignored",
@@ -349,8 +350,9 @@ void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
       refuse("linear_bias", "the dtype of input, " + either(own, wide),
              dtype_text(to_scalar_type(bias)) + "; torch.autocast casts it", FLCE_INVALID_TYPE);
   }
+  problem->widens_sum = options.accum_dtype < 0;
   problem->accum_dtype =
-      options.accum_dtype < 0 ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
+      problem->widens_sum ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
   problem->logits_dtype = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtype)
                                                    : static_cast<flce_dtype>(options.logits_dtype);
 }

@@ -15,8 +15,9 @@ namespace {
   "SymInt? valid_vocab, SymInt? rows, int[] integers, float[] numbers, str? group=None"
 
 /* Text that suggests a max_memory of half the current logits buffer, if that still holds one
- * row. */
-std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
+ * row and takes less memory: with more chunks dW may be summed in float32. */
+std::string memory_advice(const Device& device, const flce_problem& problem,
+                          const flce_plan& plan) {
   bool samples = plan.save == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
   int64_t logits =
       plan.buffers[FLCE_BUF_LOGITS].bytes + (samples ? 0 : plan.buffers[FLCE_BUF_SAVED].bytes);
@@ -25,15 +26,22 @@ std::string memory_advice(const flce_problem& problem, const flce_plan& plan) {
                        " bytes over the inputs, of which " + std::to_string(logits) +
                        " for logits (save=\"" + flce_save_name(plan.save) + "\")";
   if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
+  flce_problem cheaper = problem;
+  cheaper.max_memory = smaller;
+  cheaper.saves_memory = false;
+  if (plan.save == FLCE_SAVE_LOGITS) cheaper.save = FLCE_SAVE_AUTO;
+  flce_plan other;
+  flce_status status = flce_plan_call(device.table(), &cheaper, &other);
+  if (status != FLCE_OK || other.peak_bytes >= plan.peak_bytes) return advice;
   advice += ". Try max_memory=" + std::to_string(smaller);
   return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
 /* Rethrows; out of memory with that text. */
-[[noreturn]] void rethrow_with_advice(const Failure& failure, const flce_problem& problem,
-                                      const flce_plan& plan) {
+[[noreturn]] void rethrow_with_advice(const Failure& failure, const Device& device,
+                                      const flce_problem& problem, const flce_plan& plan) {
   if (failure.status() != FLCE_OUT_OF_MEMORY) throw;
-  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(problem, plan));
+  throw Failure(FLCE_OUT_OF_MEMORY, failure.message() + memory_advice(device, problem, plan));
 }
 
 bool keeps_tensor(const flce_plan& plan) {
@@ -123,7 +131,7 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   try {
     return run_forward(device, plan, input, group, &call);
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
@@ -153,19 +161,32 @@ std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTenso
           classes] = run_forward(device, plan, input, group, &call);
     return {loss, scalars, grad_input, grad_weight, grad_bias};
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
 /* What a forward saved for its backward, and the upstream gradients. grad_stats holds the gradients
- * of lse and entropy in the rows of these statistics; the other statistics have no gradient.
- * grad_classes is that of the classes' logits. */
+ * of lse, entropy and tail_lse in the rows of these statistics; the other statistics have no
+ * gradient. grad_classes is that of class_logits. */
 struct Kept {
   Tensor grad_output;
-  OptionalTensor grad_stats, grad_classes;
+  OptionalTensor grad_stats, grad_classes, class_logits;
   Tensor stats, scalars;
   OptionalTensor saved;
 };
+
+/* Binds the logits of the rows' classes, and their gradient if there is one. */
+void bind_kept_classes(const Kept& kept, ScalarType type, Call* call) {
+  if (!call->problem.has_grad_classes) return;
+  std::vector<int64_t> shape = call->shape;
+  shape.push_back(call->problem.row_classes);
+  if (!kept.class_logits) refuse("class_logits", "those of the forward", "None");
+  expect_like("class_logits", *kept.class_logits, shape, type, call->id);
+  call->tensors.class_logits = kept.class_logits->mutable_data_ptr();
+  if (!kept.grad_classes) return;
+  expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
+  call->tensors.grad_classes = kept.grad_classes->const_data_ptr();
+}
 
 void bind_kept(const Kept& kept, Call* call) {
   flce_tensors* tensors = &call->tensors;
@@ -180,18 +201,15 @@ void bind_kept(const Kept& kept, Call* call) {
   tensors->grad_output = kept.grad_output.const_data_ptr();
   tensors->stats = kept.stats.mutable_data_ptr();
   tensors->scalars = kept.scalars.mutable_data_ptr();
-  if (kept.grad_classes) {
-    std::vector<int64_t> shape = call->shape;
-    shape.push_back(call->problem.row_classes);
-    expect_like("grad_classes", *kept.grad_classes, shape, type, call->id);
-    tensors->grad_classes = kept.grad_classes->const_data_ptr();
-  }
+  bind_kept_classes(kept, type, call);
   if (!kept.grad_stats) return;
   expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
   tensors->grad_lse = rows + FLCE_STAT_LSE * n * flce_size_of(stat);
   if (call->problem.has_grad_entropy)
     tensors->grad_entropy = rows + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
+  if (call->problem.has_grad_tail)
+    tensors->grad_tail = rows + FLCE_STAT_TAIL_LSE * n * flce_size_of(stat);
 }
 
 /* Checks the tensor that a forward has saved. */
@@ -248,8 +266,10 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
                         reinterpret_cast<uintptr_t>(call.tensors.grad_weight);
   call.problem.weight_unaligned = addresses % 16 != 0;
   call.problem.has_grad_entropy = kept.grad_stats && call.problem.entropy_gradient;
-  call.problem.has_grad_classes = kept.grad_classes.has_value();
-  if (kept.grad_classes && !loss.classes) refuse("classes", "those of the forward", "None");
+  call.problem.has_grad_tail = kept.grad_stats && call.problem.wants_tail;
+  call.problem.has_grad_classes = kept.grad_classes || call.problem.has_grad_tail;
+  if (call.problem.has_grad_classes && !loss.classes)
+    refuse("classes", "those of the forward", "None");
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
   check(flce_check_backward(&plan));
@@ -258,7 +278,7 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   try {
     return run_backward(device, plan, operands.input, group, &call);
   } catch (const Failure& failure) {
-    rethrow_with_advice(failure, call.problem, plan);
+    rethrow_with_advice(failure, device, call.problem, plan);
   }
 }
 
@@ -266,18 +286,19 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   "Tensor grad_output, Tensor? grad_stats, Tensor? grad_classes, Tensor input, " \
   "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "   \
   "Tensor? token_weight, Tensor? token_temperature, Tensor? classes, "           \
-  "Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
-#define BACKWARD_ARGUMENTS                                                                     \
-  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,    \
-      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight,  \
-      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,   \
-      Tensor stats, Tensor scalars, OptionalTensor saved, std::optional<int64_t> valid_vocab,  \
-      std::optional<int64_t> rows, std::vector<int64_t> integers, std::vector<double> numbers, \
-      std::optional<std::string> group
-#define MAKE_GRADIENTS(added)                                                              \
-  make_gradients(added, {grad_output, grad_stats, grad_classes, stats, scalars, saved},    \
-                 {input, linear_weight, linear_bias},                                      \
-                 {target, weight, token_weight, token_temperature, std::nullopt, classes}, \
+  "Tensor? class_logits, Tensor stats, Tensor scalars, Tensor? saved, " OPTIONS_SCHEMA
+#define BACKWARD_ARGUMENTS                                                                    \
+  Tensor grad_output, OptionalTensor grad_stats, OptionalTensor grad_classes, Tensor input,   \
+      Tensor linear_weight, Tensor target, OptionalTensor linear_bias, OptionalTensor weight, \
+      OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor classes,  \
+      OptionalTensor class_logits, Tensor stats, Tensor scalars, OptionalTensor saved,        \
+      std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,                        \
+      std::vector<int64_t> integers, std::vector<double> numbers, std::optional<std::string> group
+#define MAKE_GRADIENTS(added)                                                                  \
+  make_gradients(added,                                                                        \
+                 {grad_output, grad_stats, grad_classes, class_logits, stats, scalars, saved}, \
+                 {input, linear_weight, linear_bias},                                          \
+                 {target, weight, token_weight, token_temperature, std::nullopt, classes},     \
                  {valid_vocab, rows, unpack_options(integers, numbers)}, group)
 
 std::tuple<OptionalTensor, OptionalTensor, OptionalTensor> backward(BACKWARD_ARGUMENTS) {
@@ -370,7 +391,8 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
       logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
       unpack_options(integers, numbers));
   call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
-  bind_kept({grad_output, grad_stats, std::nullopt, stats, scalars, std::nullopt}, &call);
+  bind_kept({grad_output, grad_stats, std::nullopt, std::nullopt, stats, scalars, std::nullopt},
+            &call);
   Device device(call.id, false);
   Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
   Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),

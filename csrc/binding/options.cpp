@@ -56,6 +56,7 @@ void read_loss(const Reader& read, flce_problem* problem) {
   problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
   problem->topk = read.integer(IntegerSlot::topk);
   problem->row_classes = flce_candidates(problem->topk);
+  problem->wants_tail = read.flag(IntegerSlot::wants_tail);
   problem->class_gradient = read.flag(IntegerSlot::class_gradient);
   problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
 }
@@ -70,8 +71,9 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->saves_memory = read.flag(IntegerSlot::saves_memory);
   problem->kept_memory = read.least(IntegerSlot::kept_memory, 0);
   problem->consumes_saved = read.flag(IntegerSlot::consumes_saved);
-  problem->differentiates_outputs =
-      read.flag(IntegerSlot::wants_lse) || problem->entropy_gradient || problem->class_gradient;
+  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||
+                                    problem->entropy_gradient || problem->class_gradient ||
+                                    problem->wants_tail;
   problem->accumulates = read.flag(IntegerSlot::accumulates);
   problem->traced = read.flag(IntegerSlot::traced);
   problem->want_grad_input = read.flag(IntegerSlot::grad_input);
@@ -111,6 +113,7 @@ PackedOptions unpack_options(const std::vector<int64_t>& integers,
   read_strategy(read, &options.problem);
   read_shard(read, &options.problem);
   options.problem.frozen_hidden = read.least(IntegerSlot::frozen_hidden, 0);
+  options.problem.first_token = read.least(IntegerSlot::first_token, 0);
   options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
   options.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
   options.logits_dtype = read.dtype(IntegerSlot::logits_dtype);

@@ -17,19 +17,20 @@ namespace flce {
  * the call has none of its own. `autocast`: the dtype to which it casts. `traced`: in a compiled
  * graph. start and vocab, of VocabParallel, are -1 where they are None; ranks is 0 where the
  * vocabulary is not sharded. */
-#define FLCE_INTEGERS(SLOT)                                                                      \
-  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),        \
-      SLOT(max_memory), SLOT(kept_memory), SLOT(gradient), SLOT(autocast), SLOT(frozen_hidden),  \
-      SLOT(wants_lse), SLOT(wants_entropy), SLOT(entropy_gradient), SLOT(wants_predictions),     \
-      SLOT(topk), SLOT(class_gradient), SLOT(wants_statistics), SLOT(saves_memory),              \
-      SLOT(accumulates), SLOT(traced), SLOT(grad_input), SLOT(grad_weight), SLOT(grad_bias),     \
-      SLOT(consumes_saved), SLOT(allow_tf32), SLOT(ranks), SLOT(rank), SLOT(start), SLOT(vocab), \
-      SLOT(input_is_sharded), SLOT(partial_grad_input), SLOT(wide_terms), SLOT(layout)
+#define FLCE_INTEGERS(SLOT)                                                                     \
+  SLOT(reduction), SLOT(ignore_index), SLOT(accum_dtype), SLOT(logits_dtype), SLOT(save),       \
+      SLOT(max_memory), SLOT(kept_memory), SLOT(gradient), SLOT(autocast), SLOT(frozen_hidden), \
+      SLOT(wants_lse), SLOT(wants_entropy), SLOT(entropy_gradient), SLOT(wants_predictions),    \
+      SLOT(topk), SLOT(wants_tail), SLOT(class_gradient), SLOT(wants_statistics),               \
+      SLOT(saves_memory), SLOT(accumulates), SLOT(traced), SLOT(grad_input), SLOT(grad_weight), \
+      SLOT(grad_bias), SLOT(consumes_saved), SLOT(allow_tf32), SLOT(ranks), SLOT(rank),         \
+      SLOT(start), SLOT(vocab), SLOT(input_is_sharded), SLOT(partial_grad_input),               \
+      SLOT(wide_terms), SLOT(first_token), SLOT(layout)
 
 /* Version of the lists and of the shapes of the tensors that a forward saves for its backward.
  * Raise it when they change for the same options: torch keeps compiled graphs on disk, and a graph
  * compiled with an earlier build must not run with this one. */
-constexpr int64_t kLayout = 8;
+constexpr int64_t kLayout = 10;
 
 #define FLCE_SLOT(name) name
 enum class IntegerSlot : size_t { FLCE_INTEGERS(FLCE_SLOT), count };

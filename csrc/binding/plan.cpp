@@ -1,5 +1,6 @@
 /* The operators without tensors that tell what a call would do: `describe`, for the fakes of the
- * operators and the checks of options alone, and `plan`, for flce.plan. */
+ * operators and the checks of options alone, and `plan`, for flce.plan. Of the plan's rules
+ * flce.linear_loss, which has chunks of its own, asks for `wide_sum_chunks`. */
 #include <tuple>
 
 #include "binding/call.h"
@@ -144,6 +145,10 @@ std::string gpu_names() {
   return names;
 }
 
+int64_t wide_sum_chunks() {
+  return FLCE_WIDE_SUM_CHUNKS;
+}
+
 /* [capability, multiprocessors, memory, multiply-adds a second, bandwidth], as flce_gpu. */
 std::vector<double> find_gpu(std::string text) {
   flce_gpu gpu = gpu_of(text);
@@ -182,6 +187,7 @@ FLCE_LIBRARY_FRAGMENT(m) {
   m.def("plan(str gpu, int device_index, " SIZES_SCHEMA
         ") -> (str fields, float sampled_time, str text)");
   m.def("gpu_names() -> str");
+  m.def("wide_sum_chunks() -> int");
   m.def("find_gpu(str gpu) -> float[]");
 }
 
@@ -189,6 +195,7 @@ FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
   m.impl("describe", TORCH_BOX(&describe));
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("gpu_names", TORCH_BOX(&gpu_names));
+  m.impl("wide_sum_chunks", TORCH_BOX(&wide_sum_chunks));
   m.impl("find_gpu", TORCH_BOX(&find_gpu));
 }
 

@@ -98,6 +98,8 @@ static flce_status check_samples(const flce_problem* problem) {
          "gradient: expected \"exact\" with float64 operands, got \"sampled\"");
   EXPECT(!problem->has_grad_classes,
          "gradient: expected \"exact\" for a gradient of class_logits, got \"sampled\"");
+  EXPECT(!problem->wants_tail,
+         "return_tail_lse: expected False with gradient=\"sampled\", got True");
   EXPECT(problem->topk == 0 || !flce_caps_logits(loss),
          "topk: expected 0 with a softcap and gradient=\"sampled\", got %lld",
          (long long)problem->topk);
@@ -254,6 +256,9 @@ flce_status flce_check_problem(const flce_problem* problem) {
   long long frozen = problem->frozen_hidden;
   bool empty = vocab == 0 && flce_is_sharded(problem), grads = problem->save == FLCE_SAVE_GRADS;
   EXPECT(tokens >= 0, "tokens: expected at least 0, got %lld", tokens);
+  EXPECT(problem->first_token >= 0 && problem->first_token <= INT64_MAX - tokens,
+         "first_token: expected 0 to %lld, got %lld", (long long)(INT64_MAX - tokens),
+         (long long)problem->first_token);
   EXPECT(hidden >= 1 && (vocab >= 1 || empty),
          "linear_weight: expected at least one row and column, got shape (%lld, %lld)", vocab,
          hidden);
@@ -283,16 +288,17 @@ flce_status flce_check_problem(const flce_problem* problem) {
   return flce_check_loss(problem);
 }
 
-flce_status flce_check_targets(const int64_t* target, int64_t tokens, int64_t classes,
-                               int64_t ignore_index, int64_t* valid) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < tokens; i++) {
+flce_status flce_check_targets(const flce_problem* problem, const int64_t* target, int64_t classes,
+                               int64_t* valid) {
+  int64_t count = 0, ignore_index = problem->loss.ignore_index;
+  for (int64_t i = 0; i < problem->tokens; i++) {
     int64_t y = target[i];
     if (y == ignore_index) continue;
     if (y < 0 || y >= classes)
       return flce_fail(FLCE_TARGET_OUT_OF_RANGE,
                        "target[%lld] is %lld: expected 0 <= target < %lld or ignore_index %lld",
-                       (long long)i, (long long)y, (long long)classes, (long long)ignore_index);
+                       (long long)(problem->first_token + i), (long long)y, (long long)classes,
+                       (long long)ignore_index);
     count++;
   }
   if (valid) *valid = count;

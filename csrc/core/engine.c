@@ -139,7 +139,7 @@ static flce_status fused_logits(const execution* e, chunk* c, flce_gemm* gemm, f
   const flce_plan* plan = e->plan;
   bool saves = plan->save == FLCE_SAVE_LOGITS, gradients = plan->save == FLCE_SAVE_GRADS;
   bool keeps = saves || gradients || plan->save == FLCE_SAVE_SAMPLES || plan->finds_classes ||
-               plan->compares;
+               plan->compares || e->problem->wants_tail;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   FLCE_TRY(fill_logits_gemm(e, c, gemm));
   if (keeps && exp_form)
@@ -183,6 +183,7 @@ static flce_status coefficients(const execution* e, const chunk* c, flce_upstrea
     upstream.loss = optional_ptr(upstream.loss, upstream.loss_stride * c->first, e->stat);
     upstream.lse = optional_ptr(upstream.lse, c->first, e->stat);
     upstream.entropy = optional_ptr(upstream.entropy, c->first, e->stat);
+    upstream.tail = optional_ptr(upstream.tail, c->first, e->stat);
   }
   FLCE_TRY(flce_row_coefficients(e, c, &upstream, factor));
   float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
@@ -386,12 +387,15 @@ static flce_status compute_rows(const execution* e, chunk* c, bool gradients) {
   if (!fuses) {
     FLCE_TRY(logits_gemm(e, c));
     if (plan->finds_classes) CALL(e, top_classes, &c->view, false);
-    return pass_rows(e, c);
+    FLCE_TRY(pass_rows(e, c));
+    if (e->problem->wants_tail) CALL(e, tail_rows, &c->view);
+    return FLCE_OK;
   }
   FLCE_TRY(fused_logits(e, c, &gemm, &rows));
   if (begins) FLCE_TRY(begin_rows(e, gradients, true));
   FLCE_TRY(fused_statistics(e, c, &gemm, &rows));
   if (plan->finds_classes) CALL(e, top_classes, &c->view, plan->form == FLCE_FORM_EXP);
+  if (e->problem->wants_tail) CALL(e, tail_rows, &c->view);
   return FLCE_OK;
 }
 
@@ -522,9 +526,11 @@ static flce_status backward_rows(const execution* e, chunk* c) {
   flce_rows view = c->view;
   view.coef = exp_form ? NULL : c->coef;
   view.wants_entropy = e->tensors->grad_entropy != NULL;
+  view.has_tail_gradient = e->tensors->grad_tail != NULL;
   bool from_exp = stored && plan->saves_exp;
   CALL(e, grad_rows, &view, from_exp ? exp_scale(plan) : 1.0, true, from_exp);
-  if (view.classes.grads) CALL(e, class_gradients, &view, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
+  if (e->problem->has_grad_classes)
+    CALL(e, class_gradients, &view, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
   return FLCE_OK;
 }
 

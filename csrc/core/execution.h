@@ -53,6 +53,7 @@ static inline flce_row_classes open_classes(const execution* e, int64_t first) {
   bool sharded = flce_is_sharded(problem);
   return (flce_row_classes){
       .ids = e->tensors->classes ? e->tensors->classes + first * count : NULL,
+      .z = optional_ptr(e->tensors->class_logits, first * count, e->stat),
       .grads = optional_ptr(e->tensors->grad_classes, first * count, e->stat),
       .count = count,
       .first = sharded ? problem->first_class : 0,
@@ -113,6 +114,7 @@ static inline flce_upstream upstream_of(const execution* e) {
                          .loss_stride = e->problem->reduction == FLCE_NONE ? 1 : 0,
                          .lse = tensors->grad_lse,
                          .entropy = tensors->grad_entropy,
+                         .tail = tensors->grad_tail,
                          .entropy_in_target = e->plan && e->plan->save == FLCE_SAVE_SAMPLES};
 }
 

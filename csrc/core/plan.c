@@ -32,7 +32,7 @@ enum {
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
-  return keeps_nothing && !plan->finds_classes && !plan->compares;
+  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
 }
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -125,7 +125,9 @@ static flce_status choose_chunks(const flce_problem* caller, const flce_facts* f
                          .overlaps_dw = plan->bias_parts == 0};
   if (plan->save == FLCE_SAVE_STATS)
     backward.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  else if (stores_dz(plan))
+  else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
+    /* The same chunks where dz overwrites what is saved, so that the bits of a gradient do not
+     * depend on whether its graph is kept. */
     backward.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
   backward.logits_bytes = backward.row_bytes;
   if (backward.row_bytes > 0)
@@ -148,8 +150,9 @@ static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype dtype) {
 /* The exception to kept_dtype is dW, the largest gradient. It is kept in float16, times
  * FLCE_SCALAR_DW_SCALE, with which no sum overflows and what underflows is negligible. */
 static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
+  bool asks_f32 = problem->accum_dtype != FLCE_F16 && !problem->widens_sum;
   return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
-         problem->weight_dtype == FLCE_F16 && problem->accum_dtype == FLCE_F16 && !plan->draws;
+         problem->weight_dtype == FLCE_F16 && !asks_f32 && !plan->draws;
 }
 
 /* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
@@ -176,16 +179,16 @@ static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   bool later_dz =
       (problem->entropy_gradient || problem->class_gradient) && problem->save == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
-  bool dz = dtype == FLCE_F16 || problem->has_probabilities ||
+  bool dz = dtype == FLCE_F16 || problem->has_probabilities || problem->wants_tail ||
             problem->divergence != FLCE_NO_DIVERGENCE ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
-/* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit.
- */
+/* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit,
+ * and exp(l - TAIL_LSE) of a class in the tail may be large where E has underflowed. */
 static bool needs_logits(const flce_problem* problem) {
-  return problem->has_probabilities || flce_caps_logits(&problem->loss);
+  return problem->has_probabilities || problem->wants_tail || flce_caps_logits(&problem->loss);
 }
 
 /* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
@@ -249,18 +252,35 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->z_in_saved = plan->save == FLCE_SAVE_LOGITS && plan->z_dtype == plan->saved_dtype;
 }
 
-/* How dW is summed over chunks. */
-static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  flce_dtype stat = flce_stat_dtype(plan->dtype);
-  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
-  plan->accum_dtype = wide ? stat : plan->dtype;
+/* Sets in which dtype dW is summed over chunks, and how. */
+static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_facts* facts,
+                      flce_plan* plan) {
+  plan->accum_dtype = dtype;
   /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
   bool makes_both =
       problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
-  plan->bias_parts = makes_both && plan->accum_dtype == plan->dtype ? facts->bias_parts : 0;
-  if (draws_samples(plan) || gemm_writes(plan, facts, plan->accum_dtype)) return;
+  plan->bias_parts = makes_both && dtype == plan->dtype ? facts->bias_parts : 0;
+  plan->dw_block_rows = 0;
+  if (draws_samples(plan) || gemm_writes(plan, facts, dtype)) return;
   int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
   plan->dw_block_rows = min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+}
+
+static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
+  sum_dw_in(wide ? stat : plan->dtype, problem, facts, plan);
+}
+
+/* The default of accum_dtype over many chunks. Their number depends on the cost of accumulating, so
+ * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled
+ * graph has to know it, and does not know the number of chunks. */
+static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  bool decided = problem->chunk_rows > 0; /* accum_dtype is that of the equal share */
+  bool sums = problem->want_grad_weight && !draws_samples(plan);
+  int64_t chunks = plan->save == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
+  if (problem->widens_sum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
+    sum_dw_in(flce_stat_dtype(plan->dtype), problem, facts, plan);
 }
 
 void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -269,6 +289,7 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->topk > 0;
+  plan->sums_tail = problem->wants_tail;
   plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
   plan->draws = plan->compares && problem->sampled && plan->save == FLCE_SAVE_GRADS;
   flce_form forward = choose_form(problem, plan->dtype);
@@ -529,6 +550,7 @@ flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts,
   plan->rows = problem->rows;
   flce_choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_chunks(problem, facts, plan));
+  widen_dw_sum(problem, facts, plan);
   list_outputs(problem, plan);
   list_forward_workspace(problem, facts, plan);
   list_gradient_workspace(problem, facts, plan);

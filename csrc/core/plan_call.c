@@ -68,6 +68,7 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   FLCE_TRY(flce_plan_make(&equal, &facts, plan));
   problem.gathers = plan->gathers;
   problem.chunk_rows = plan->chunk_rows;
+  problem.accum_dtype = plan->accum_dtype;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
   return make_with_teacher(backend, &problem, &facts, plan);
 }
@@ -75,6 +76,7 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
 /* Takes the backward of `plan` from a pass of `other`: FLCE_IN_FORWARD or FLCE_IN_BACKWARD. */
 static void replace_backward(const flce_plan* other, unsigned pass, flce_plan* plan) {
   bool own = pass == FLCE_IN_BACKWARD;
+  plan->accum_dtype = other->accum_dtype;
   plan->backward_chunk_rows = own ? other->backward_chunk_rows : other->chunk_rows;
   plan->backward_chunks = own ? other->backward_chunks : other->chunks;
   plan->backward_gemms = own ? other->backward_gemms : other->forward_gemms;

@@ -15,6 +15,7 @@ static int32_t* list_of_row(const execution* e, int64_t row) {
 flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   const flce_problem* problem = e->problem;
   int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
+  int64_t first = problem->first_token + (e->plan->gathers ? 0 : c->first);
   if (problem->vocab == 0) { /* a rank without a class, to which all targets are out of range */
     CALL(e, fill, list_of_row(e, c->first), 0,
          c->rows * flce_sample_pitch(problem->gradient_eps) * (int64_t)sizeof(int32_t));
@@ -26,7 +27,7 @@ flce_status flce_sample_chunk(const execution* e, const chunk* c) {
                                 .eps = problem->gradient_eps,
                                 .bits = flce_sample_bits(classes),
                                 .seed = e->tensors->seed,
-                                .first_token = e->plan->gathers ? 0 : c->first});
+                                .first_token = first});
   return FLCE_OK;
 }
 

@@ -6,16 +6,18 @@
 
 #include <math.h>
 
-/* Columns of a block, and the minimum size of W in bytes for which separate calls for its blocks
- * pay off. */
-enum { GEMM_BLOCK_COLUMNS = 512, GEMM_BLOCKED_BYTES = 32 << 20 };
+enum {
+  GEMM_BLOCK_COLUMNS = 4096,    /* of a block; each block starts the threads anew */
+  GEMM_BLOCKED_ROWS = 256,      /* the most rows for which blocks pay */
+  GEMM_BLOCKED_BYTES = 32 << 20 /* the minimum size of W in bytes for which they do */
+};
 
-/* MKL packs all of W^T before it multiplies. If W exceeds the caches it then passes through memory
- * three times, which the few rows of a chunk cannot hide (152 x 768 x 50257: 33 % of the time).
- * With blocks the packed part stays in the cache. For float32 only: oneDNN's bfloat16 GEMM gains
- * nothing. */
+/* Some versions of MKL pack all of W^T before they multiply. If W exceeds the caches it then passes
+ * through memory three times, which the few rows of a small chunk cannot hide. With blocks the
+ * packed part stays in the cache (benchmarks/NOTES.md, 2026-11-21, 2026-11-26). For float32 only:
+ * oneDNN's bfloat16 GEMM gains nothing. */
 static bool is_worth_blocking(const flce_gemm* g) {
-  return g->transpose_b && g->dtype == FLCE_F32 &&
+  return g->transpose_b && g->dtype == FLCE_F32 && g->m <= GEMM_BLOCKED_ROWS &&
          g->n * g->k * flce_size_of(FLCE_F32) >= GEMM_BLOCKED_BYTES;
 }
 

@@ -68,8 +68,7 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
       kernels; /* not used: refuses an unsupported FLCE_CPU_VARIANT before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
   if (!problem->has_probabilities)
-    FLCE_TRY(flce_check_targets(tensors->target, problem->tokens, problem->vocab,
-                                problem->loss.ignore_index, NULL));
+    FLCE_TRY(flce_check_targets(problem, tensors->target, problem->vocab, NULL));
   totals sums = make_totals(problem, tensors, stat);
   if (sums.valid > problem->rows)
     return flce_fail(FLCE_INVALID_ARGUMENT,

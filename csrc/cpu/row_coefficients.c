@@ -57,6 +57,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
   coef[FLCE_COEF_SMOOTH] = a * k * per_class;
   coef[FLCE_COEF_VALID] = row_factor(rows->input_scale, stat, 0);
   coef[FLCE_COEF_ENTROPY] = a * upstream_of(upstream->entropy, stat, i, 0.0) * inv_sum;
+  coef[FLCE_COEF_TAIL] = a * upstream_of(upstream->tail, stat, i, 0.0);
 }
 
 flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const flce_shard* shard,
@@ -84,17 +85,20 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const f
 }
 
 /* A bound of |dz| in row i. The entropy's term p (m - l) is at most about the entropy where it is
- * negative, and 1/e where it is positive. */
+ * negative, and 1/e where it is positive. The gradients of all classes may be of one column. */
 static double bound_of_dz(const row_pass* pass, const float* coef, int64_t i, double top_weight) {
   const flce_rows* rows = pass->rows;
-  double size[FLCE_COEF_ROWS];
+  const flce_row_classes* classes = &rows->classes;
+  double size[FLCE_COEF_ROWS], of_classes = 0.0;
+  for (int64_t k = 0; classes->grads && k < classes->count; k++)
+    of_classes += fabs((double)((const float*)classes->grads)[i * classes->count + k]);
   for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
     size[c] = fabs((double)coef[c * rows->stat_pitch + i]);
   double factor = size[FLCE_COEF_ROW];
   if (rows->wants_entropy)
     factor += size[FLCE_COEF_ENTROPY] * (1.0 + row_stat(pass, FLCE_STAT_ENTROPY, i));
   return factor / row_stat(pass, FLCE_STAT_INV_SUM, i) + size[FLCE_COEF_TARGET] +
-         size[FLCE_COEF_SMOOTH] * top_weight +
+         size[FLCE_COEF_TAIL] + of_classes + size[FLCE_COEF_SMOOTH] * top_weight +
          size[FLCE_COEF_SOFT] * row_stat(pass, FLCE_STAT_WEIGHT_SUM, i);
 }
 

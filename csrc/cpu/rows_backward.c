@@ -1,33 +1,27 @@
 /* Backend function `grad_rows`: the gradient with respect to a row's logits, from the logits or
  * from rows of exp(l - c). */
-#include "cpu/row_pass.h"
-
-#include "loss.h"
+#include "cpu/row_terms.h"
 
 #include <float.h>
 #include <math.h>
 
 static void plain_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
   const flce_rows* rows = pass->rows;
-  double factor = pass->scale, smooth = 0.0;
-  if (rows->coef) {
-    factor = row_coef(pass, FLCE_COEF_ROW, i) / (pass->z_is_exp ? pass->scale : 1.0);
-    smooth = row_coef(pass, FLCE_COEF_SMOOTH, i);
-  } else if (pass->z_is_exp) {
-    factor = 1.0;
-  }
-  const void* weight = smooth != 0.0 ? rows->class_weight : NULL;
+  flce_logit_map map = {.curve = FLCE_LINE};
+  row_terms terms = flce_cpu_row_terms(pass, &map, i);
+  flce_cpu_refer_to_tail(pass, i, &terms);
+  const void* weight = terms.smooth != 0.0 ? rows->class_weight : NULL;
   const void* z = row_z(pass, r);
   void* out = row_out(pass, r);
   if (pass->z_is_exp)
-    pass->kernels->grad_linear(out, z, factor, weight, smooth, rows->vocab);
+    pass->kernels->grad_linear(out, z, terms.row / pass->scale, weight, terms.smooth, rows->vocab);
   else
-    pass->kernels->grad_exp(out, z, rows->bias, row_stat(pass, FLCE_STAT_OFFSET, i), factor, weight,
-                            smooth, rows->vocab);
+    pass->kernels->grad_exp(out, z, rows->bias, terms.offset, terms.row, weight, terms.smooth,
+                            rows->vocab);
   if (rows->coef)
     flce_store(out, pass->dtype, y,
-               row_coef(pass, FLCE_COEF_TARGET, i) -
-                   smooth * row_factor(rows->class_weight, pass->stat, y));
+               row_coef(pass, FLCE_COEF_TARGET, i) + terms.tail_of_target -
+                   terms.smooth * row_factor(rows->class_weight, pass->stat, y));
   else if (pass->hide_target)
     flce_store(out, pass->dtype, y, 0.0);
 }
@@ -90,8 +84,10 @@ flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, 
   pass.scale = scale;
   pass.hide_target = hide_target;
   pass.z_is_exp = z_is_exp;
-  if (z_is_exp && (flce_caps_logits(&rows->options) || rows->probabilities))
-    return flce_fail(FLCE_UNSUPPORTED, "grad_rows of exp: expected class targets and no softcap");
+  if (z_is_exp &&
+      (flce_caps_logits(&rows->options) || rows->probabilities || rows->has_tail_gradient))
+    return flce_fail(FLCE_UNSUPPORTED,
+                     "grad_rows of exp: expected class targets, no softcap and no tail");
   flce_cpu_parallel(self, rows->rows, rows->vocab, grad_range, &pass);
   return FLCE_OK;
 }

@@ -171,7 +171,8 @@ static void store_row(const row_pass* pass, int64_t i, int64_t y, const row_sums
                          [FLCE_STAT_INV_SUM] = 1.0 / sum,
                          [FLCE_STAT_ENTROPY] = entropy,
                          [FLCE_STAT_SLOPE] = y >= 0 ? sums->slope_y : 0.0,
-                         [FLCE_STAT_WEIGHT_SUM] = y >= 0 ? 0.0 : sums->weight_sum});
+                         [FLCE_STAT_WEIGHT_SUM] = y >= 0 ? 0.0 : sums->weight_sum,
+                         [FLCE_STAT_TAIL_LSE] = 0.0}); /* tail_rows writes it */
   flce_store(rows->loss, pass->stat, i, row_factor(rows->token_weight, pass->stat, i) * loss);
   if (rows->predictions) rows->predictions[i] = sums->largest > 0 ? sums->largest : 0;
 }

@@ -5,7 +5,7 @@
  * A row is processed span by span: l is written to a buffer of the stat dtype that stays in L1, and
  * the row kernels of that dtype then run on the buffer as they would on logits. As in the plain
  * path, the sums leave out the target's column. */
-#include "cpu/row_pass.h"
+#include "cpu/row_terms.h"
 
 #include <float.h>
 #include <math.h>
@@ -200,35 +200,6 @@ void flce_cpu_general_sums(const row_pass* pass, int64_t r, int64_t i, int64_t y
 
 /* ---- gradient ---- */
 
-/* The coefficients (enum flce_coef_row) and statistics of one row. */
-typedef struct row_terms {
-  double offset, row, entropy, smooth, soft; /* c; the coefficients of these names */
-  double mean_logit;                         /* m - c, with m the mean logit under the softmax */
-  bool capped;
-} row_terms;
-
-static row_terms make_terms(const row_pass* pass, const flce_logit_map* map, int64_t i) {
-  row_terms terms = {.offset = row_stat(pass, FLCE_STAT_OFFSET, i),
-                     .row = pass->scale,
-                     .capped = map->curve != FLCE_LINE};
-  if (!pass->rows->coef) return terms;
-  terms.row = row_coef(pass, FLCE_COEF_ROW, i);
-  terms.entropy = row_coef(pass, FLCE_COEF_ENTROPY, i);
-  terms.smooth = row_coef(pass, FLCE_COEF_SMOOTH, i);
-  terms.soft = row_coef(pass, FLCE_COEF_SOFT, i);
-  /* log S is computed from 1 / S, because lse - c would carry the rounding error of a large lse. */
-  if (terms.entropy != 0.0)
-    terms.mean_logit =
-        -log(row_stat(pass, FLCE_STAT_INV_SUM, i)) - row_stat(pass, FLCE_STAT_ENTROPY, i);
-  return terms;
-}
-
-/* e (ROW + ENTROPY (m - l)), or 0 if e is 0: there l may be -inf. */
-INLINE double pushed(const row_terms* terms, double e, double l) {
-  return e == 0.0 ? 0.0
-                  : e * (terms->row + terms->entropy * (terms->mean_logit + (terms->offset - l)));
-}
-
 /* Overwrites part->e with the gradient. Subnormal results become 0, because they make a GEMM many
  * times slower. */
 INLINE void combine(flce_dtype stat, const row_pass* pass, const row_terms* terms, row_part* part) {
@@ -237,8 +208,8 @@ INLINE void combine(flce_dtype stat, const row_pass* pass, const row_terms* term
   bool pulls = terms->smooth != 0.0 || terms->soft != 0.0;
   for (int64_t j = 0; j < part->count; j++) {
     double e = flce_load(&part->e, stat, j);
-    double value =
-        terms->entropy == 0.0 ? e * terms->row : pushed(terms, e, flce_load(&part->l, stat, j));
+    double value = terms->entropy == 0.0 ? e * terms->row
+                                         : flce_cpu_pushed(terms, e, flce_load(&part->l, stat, j));
     if (pulls) {
       double q = terms->smooth;
       if (terms->soft != 0.0) q += terms->soft * flce_load(&part->t, stat, j);
@@ -259,9 +230,9 @@ static double own_gradient(const row_pass* pass, const row_terms* terms, const r
   if (terms->entropy != 0.0) {
     row_terms entropy = *terms;
     entropy.row = 0.0;
-    other += pushed(&entropy, exp(l - terms->offset), l);
+    other += flce_cpu_pushed(&entropy, exp(l - terms->offset), l);
   }
-  return row_coef(pass, FLCE_COEF_TARGET, i) + slope * other;
+  return row_coef(pass, FLCE_COEF_TARGET, i) + terms->tail_of_target + slope * other;
 }
 
 void flce_cpu_general_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
@@ -269,7 +240,8 @@ void flce_cpu_general_gradient(const row_pass* pass, int64_t r, int64_t i, int64
   const void* z = row_z(pass, r);
   void* out = row_out(pass, r);
   flce_logit_map map = flce_cpu_map_of_row(pass, i);
-  row_terms terms = make_terms(pass, &map, i);
+  row_terms terms = flce_cpu_row_terms(pass, &map, i);
+  flce_cpu_refer_to_tail(pass, i, &terms);
   bool linear = !terms.capped && terms.entropy == 0.0 && terms.soft == 0.0;
   row_part part;
   for (int64_t begin = 0, end; begin < rows->vocab; begin = end) {

@@ -38,12 +38,14 @@ static void pack_row(const shard_pass* job, int64_t r) {
   if (flce_row_kind_at(rows, i) != FLCE_ROW_VALID) return;
   double values[FLCE_SHARD_STATS] = {[FLCE_SHARD_STAT_LSE] = -INFINITY,
                                      [FLCE_SHARD_STAT_NLL] = -1.0,
-                                     [FLCE_SHARD_STAT_TOP] = -INFINITY};
+                                     [FLCE_SHARD_STAT_TOP] = -INFINITY,
+                                     [FLCE_SHARD_STAT_TAIL] = -INFINITY};
   if (call->shard.count > 0) {
     values[FLCE_SHARD_STAT_LSE] = row_stat(&job->pass, FLCE_STAT_LSE, i);
     if (flce_holds_class(&call->shard, rows->target[i]))
       values[FLCE_SHARD_STAT_NLL] = row_stat(&job->pass, FLCE_STAT_NLL, i);
     values[FLCE_SHARD_STAT_ENTROPY] = row_stat(&job->pass, FLCE_STAT_ENTROPY, i);
+    values[FLCE_SHARD_STAT_TAIL] = row_stat(&job->pass, FLCE_STAT_TAIL_LSE, i);
     if (rows->options.label_smoothing > 0.0) {
       values[FLCE_SHARD_STAT_SMOOTHING] =
           flce_load(rows->loss, stat, i) * (double)call->shard.count;
@@ -102,6 +104,7 @@ static void merge_row(const shard_pass* job, int64_t r) {
   flce_store(rows->stats, stat, FLCE_STAT_INV_SUM * pitch + i, inv_sum);
   flce_store(rows->stats, stat, FLCE_STAT_ENTROPY * pitch + i,
              rows->wants_entropy ? merged.entropy : 0.0);
+  flce_store(rows->stats, stat, FLCE_STAT_TAIL_LSE * pitch + i, merged.tail);
   flce_store(rows->loss, stat, i, flce_merged_loss(rows, stat, i, &merged));
   if (rows->predictions) rows->predictions[i] = merged.prediction;
 }

@@ -180,7 +180,7 @@ def _sum_dtype(accum_dtype, input):
     own = input.dtype
     operand = own if own == torch.float64 else autocast_dtype(input.device.type) or own
     if torch.promote_types(operand, accum_dtype) == operand:
-        return None
+        return operand
     # Also for float64: Liger rounds each chunk's dW of 16-bit operands to 16 bits before it adds it
     # in float64, which is a larger error than that of a float32 sum.
     return torch.float32 if operand.itemsize == 2 else accum_dtype

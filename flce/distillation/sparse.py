@@ -5,20 +5,18 @@ import math
 
 import torch
 
-from .. import functional, validate
-from ..options import CHOICES, check_names, code_of, ignore_index_of
+from .. import class_losses, functional, validate
+from ..options import check_names, code_of, ignore_index_of
 
 TAILS = ("class", "renormalize")
 _NOTHING = -1e4  # log-probability of an absent class: finite, so 0 times it is 0; its exp is 0
 
 
-def _with_tail(logprobs, tail, least):
-    """(..., K + 1) log-probabilities with the rest as one class, or (..., K) of those given that
-    it is one of them. least: lower bound of the rest's probability, which rounding may make 0."""
-    if tail == "renormalize":
-        return logprobs.log_softmax(-1)
-    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-least)
-    return torch.cat((logprobs, torch.log(-torch.expm1(total))), dim=-1)
+def _tail_of(logprobs):
+    """log of the probability (..., 1) of all classes but those of `logprobs` (..., K): 1 - sum, as
+    exact as these allow. -inf where they sum to 1 or more."""
+    others = -torch.expm1(logprobs.double().logsumexp(-1, keepdim=True))
+    return others.clamp(min=0.0).log()
 
 
 def _kl(log_q, log_p):
@@ -33,17 +31,13 @@ def _divergence_of(log_p, log_q, divergence, beta):
     return beta * _kl(log_q, log_m) + (1.0 - beta) * _kl(log_p, log_m)
 
 
-def _check(input, ids, logprobs, factor):
+def _check(input, ids, logprobs):
     validate.check_tensor("input", input)
     validate.check_tensor("ids", ids)
-    given = [("teacher_logits", logprobs, ids.shape, ", that of the ids")]
-    if factor is not None:
-        given.append(("token_weight", factor, ids.shape[:-1], ", a number for each row of input"))
-    for name, tensor, *shape in given:
-        validate.check_tensor(name, tensor)
-        validate.check_constant(name, tensor)
-        validate.check_same_device(name, tensor, "input", input)
-        validate.check_shape(name, tensor, *shape)
+    validate.check_tensor("teacher_logits", logprobs)
+    validate.check_constant("teacher_logits", logprobs)
+    validate.check_same_device("teacher_logits", logprobs, "input", input)
+    validate.check_shape("teacher_logits", logprobs, ids.shape, ", that of the ids")
     code_of("teacher_logits", logprobs.dtype)
 
 
@@ -55,23 +49,26 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
     if not 0.0 < validate.check_number("beta", beta) < 1.0:
         validate.refuse("beta", "0 < beta < 1", beta)
-    reduction = options.pop("reduction", "mean")
-    if reduction not in CHOICES["reduction"]:
-        validate.refuse("reduction", f"one of {CHOICES['reduction']}", repr(reduction))
-    factor, items = options.pop("token_weight", None), options.pop("num_items", None)
     known = {n: o for n, o in functional.OF_DIVERGENCE.items() if n not in ("shift", "cu_seqlens")}
     check_names("linear_divergence", known, options)
     if (gradient := options.get("gradient", "exact")) != "exact":
         validate.refuse("gradient", '"exact" with (ids, log-probabilities)', repr(gradient))
-    _check(input, ids, logprobs, factor)
-    made = functional.logprobs_at_of(input, linear_weight, ids, options, asked)
+    _check(input, ids, logprobs)
+    rows = class_losses.RowLosses.of_options(options, input, ids.shape[:-1])
+    has_tail = tail == "class"
+    log_p = class_losses.logprobs_at(
+        functional.composed_call, input, linear_weight, ids, options, has_tail, asked
+    )
     absent = validate.is_equal(ids, ignore_index_of(options.get("ignore_index", -100)))
-    none = absent | (made.isneginf() & logprobs.isneginf())  # no gradient of logaddexp(-inf, -inf)
-    pair = (one.to(made.dtype).masked_fill(none, _NOTHING) for one in (made, logprobs))
-    is_wide = made.dtype == logprobs.dtype == torch.float64
-    least = torch.finfo(torch.float64 if is_wide else torch.float32).eps
-    rows = _divergence_of(*(_with_tail(one, tail, least) for one in pair), divergence, beta)
-    rows = rows if factor is None else rows * factor.to(rows.dtype)
     ignored = absent.all(dim=-1)
-    rows = rows.masked_fill(ignored, 0.0)
-    return functional.reduced(rows, ignored, reduction, items, input)
+    log_q = logprobs.masked_fill(absent, -math.inf)
+    if has_tail:
+        log_q = torch.cat((log_q, _tail_of(log_q)), dim=-1)
+        absent = torch.cat((absent, ignored.unsqueeze(-1)), dim=-1)
+    log_q = log_q.to(log_p.dtype)
+    # No gradient of logaddexp(-inf, -inf), nor of -inf - -inf.
+    none = absent | (log_p.isneginf() & log_q.isneginf())
+    log_p, log_q = (one.masked_fill(none, _NOTHING) for one in (log_p, log_q))
+    if not has_tail:
+        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    return rows.reduced(_divergence_of(log_p, log_q, divergence, beta), ignored)

@@ -12,7 +12,6 @@ from .model import Model
 from .times import Times
 
 LEAST = 0.03  # of memory, time or length: what is less cannot be told from the estimate's error
-MANY_CHUNKS = 16  # from so many on, sums of dW in 16 bits lose digits (docs/memory.md)
 LARGE_HEAD = 0.25  # share of a step from which sampled gradients are worth a thought
 GIB, MIB = 1 << 30, 1 << 20
 _PEAKS = {
@@ -80,17 +79,11 @@ def advise(found: Outcome) -> Advice:
 
 def _options(found: Outcome) -> Iterator[str]:
     fused, plan, times = found.flce, found.plan, found.times
-    head = found.model.head_parameters / GIB
     yield "flce.fuse(model), or flce.linear_cross_entropy(hidden, head.weight, labels)"
     less = fused.peak - found.small.peak
     if less >= LEAST * fused.peak:
         name = f'max_memory="{found.small_memory // MIB}MiB"'
         yield f"{name}: {less / GIB:.2f} GiB less, a little slower"
-    if plan.chunks >= MANY_CHUNKS and found.training.element == 2:
-        yield (
-            f"accum_dtype=torch.float32: dW is summed over {plan.chunks} chunks, each of which "
-            f"rounds it to 16 bits; {4 * head:.2f} GiB more"
-        )
     less = plan.peak_bytes - found.accumulating.peak_bytes
     if less >= LEAST * fused.peak:
         yield (

@@ -51,12 +51,11 @@ class Fusion(contextlib.AbstractContextManager):
     It holds Modules by weak references: they are freed, and heads copied, without the model.
     """
 
-    _graphs_exist = False  # of any Fusion: they may serve other models of the same classes
-
     def __init__(self, model, when, strict, options):
         self.when, self._strict, self.options = when, strict, options
         self._model_name, self._is_attached = type(model).__name__, False
-        self._model_was_called = self._head_is_called = self._gave_logits = self._is_traced = False
+        self._model_was_called = self._head_is_called = self._gave_logits = False
+        self._is_in_graphs = False  # a graph calls the head, which defers
         self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
         self.refused = []  # [(name, why)] of heads that do not defer
         self._reset(weakref.ref(model))
@@ -136,8 +135,9 @@ class Fusion(contextlib.AbstractContextManager):
         if model is self.model and self._label_stack:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
         if not self._label_stack:
+            id(self)
+            self._note_call()
             if not is_compiling():
-                self._model_was_called, self._head_is_called = True, False
                 self._fuse_replacements()
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
             elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
@@ -152,9 +152,10 @@ class Fusion(contextlib.AbstractContextManager):
             return
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
-        # What a compiled graph calls is not known. output is None where the forward raised.
-        is_fine = is_compiling() or self._is_traced or self._head_is_called or output is None
-        if had_labels and self._is_attached and not (self._label_stack or is_fine):
+        if not had_labels or self._label_stack or output is None:  # the forward raised
+            return
+        id(self)
+        if self._has_missed_head():
             self.fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
 
     def _needs_no_labels(self):
@@ -167,17 +168,9 @@ class Fusion(contextlib.AbstractContextManager):
     def is_to_defer(self):
         """Whether a head that is called now defers. Counts the call."""
         is_on = self._is_attached and (self.when == "always" or any(self._label_stack))
-        if is_compiling():
-            self._note_traced(not is_on and torch.is_grad_enabled())
-        elif is_on:
-            self._head_is_called = True
-        elif torch.is_grad_enabled():
-            self._gave_logits = True
+        id(self)
+        self._note_head(is_on, torch.is_grad_enabled(), is_compiling())
         return is_on
-
-    def _note_traced(self, gave_logits):
-        self._is_traced = Fusion._graphs_exist = True
-        self._gave_logits = self._gave_logits or gave_logits
 
     def note_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
@@ -192,9 +185,8 @@ class Fusion(contextlib.AbstractContextManager):
 
     def tell_if_unused(self):
         """After a step of training: warns if flce has computed no loss, and knows no reason."""
-        is_told = self.losses or self.fallbacks or not self._is_attached
-        if is_told or (self._graphs_exist and not self._is_traced):
-            return  # a graph of another model may compute the loss
+        if self.losses or self.fallbacks or not self._is_attached:
+            return
         if self._gave_logits:
             self.fall_back(f"{self._heads()} was called without labels in training", _UNLABELLED)
         elif self._model_was_called:
@@ -226,31 +218,66 @@ class Fusion(contextlib.AbstractContextManager):
 
     def note_loss(self, key):
         """A loss was computed without logits. key: of the record."""
-        name = steps.describe(key)
-        is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
-        self.losses["other steps" if is_new else name] += 1
+        id(self)
+        self._count_loss(key)
 
     def note_read(self, name):
-        self.reads[name] += 1
-
-    # Called while torch.compile traces, but not traced: each count would compile again. Set here as
-    # torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-    for _function in (_fuse_replacements, _note_traced, note_loss, note_read):
-        _function._dynamo_marked_constant = True
+        id(self)
+        self._count_read(name)
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
         """flce computes no loss because of `reason`: a warning the first time; strict: an error."""
         if self._strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
-        is_first = reason not in self.fallbacks
-        if is_first or not is_compiling():
-            self.fallbacks[reason] += 1
-        if is_first:
+        id(self)
+        self._count_fall_back(reason, consequence)
+
+    # torch.compile calls these while it traces, and does not trace them: a count would compile anew
+    # at each step, a warning would break the graph. A caller calls id(self) first, which guards the
+    # graph by this Fusion: a graph notes nothing when it runs, so it may run for no other.
+
+    def _note_call(self):
+        """The model is called."""
+        if not torch.compiler.is_exporting():
+            self._model_was_called, self._head_is_called = True, False
+
+    def _note_head(self, is_on, has_grad, is_traced):
+        """The head is called, and defers if is_on."""
+        if torch.compiler.is_exporting():
+            return
+        if is_on:
+            self._head_is_called = True
+            self._is_in_graphs = self._is_in_graphs or is_traced
+        elif has_grad:
+            self._gave_logits = True
+
+    def _has_missed_head(self):
+        """Whether a call with labels, at its end, has not called the head. Graphs may have."""
+        is_called = self._head_is_called or self._is_in_graphs or torch.compiler.is_exporting()
+        return self._is_attached and not is_called
+
+    def _count_loss(self, key):
+        name = steps.describe(key)
+        is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
+        self.losses["other steps" if is_new else name] += 1
+
+    def _count_read(self, name):
+        self.reads[name] += 1
+
+    def _count_fall_back(self, reason, consequence):
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
             warnings.warn(
                 f"flce.fuse: {self._model_name}: {reason}: {consequence}; "
                 "flce.explain(model) lists such reasons",
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    # Set here as torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+    for _function in (_fuse_replacements, _note_call, _note_head, _has_missed_head):
+        _function._dynamo_marked_constant = True
+    for _function in (_count_loss, _count_read, _count_fall_back):
+        _function._dynamo_marked_constant = True
 
 
 def _is_stepped(parameters, optimizer):

@@ -146,7 +146,7 @@ def _copy(function, node, args, kwargs):
 def _reshape(function, node, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = node.record, node.record.shape
-    require(0 not in old)
+    require(old[-1])  # without classes a shape does not tell where they are
     layout = node.layout()
     result = function(layout, *args[1:], **kwargs)
     require(result.dtype == record.dtype)
@@ -158,6 +158,7 @@ def _reshape(function, node, args, kwargs):
         record = record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
     else:
         require(is_view and not record.tail and len(shape) > 2 and shape[:-2] == old[:-1])
+        require(shape[-2] * shape[-1] == old[-1])  # with no rows other shapes would do
         record = record.then(SPLIT, 1, view, shape=shape)
     return node.then(record, view)
 
@@ -333,8 +334,8 @@ def _gather(function, node, args, kwargs):
     given, form = _over_classes(node, names, args, kwargs), record.form()
     index = given.get("index", given.get("indices"))
     require(isinstance(index, torch.Tensor) and node_of(index) is None)
-    require(index.dtype == torch.int64 and index.numel() and index.dim() == len(record.shape))
-    require(tuple(index.shape[:-1]) == record.shape[:-1])
+    require(index.dtype == torch.int64 and index.dim() == len(record.shape))
+    require(tuple(index.shape[:-1]) == record.shape[:-1] and index.shape[-1])
     statistic = functools.partial(loss.statistic, node.call, record)
     if index.shape[-1] == 1:
         values = statistic("log_p", index.squeeze(-1)).unsqueeze(-1)

@@ -3,7 +3,9 @@
 import sys
 
 import torch
-from torch.compiler import is_compiling
+from torch._C._dynamo import eval_frame
+from torch._guards import detect_fake_mode
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .node import node_of
 from .operations import HANDLERS
@@ -39,6 +41,9 @@ _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 def _dispatch(cls, function, types, args=(), kwargs=None):
     """__torch_function__: the result of a function one of whose arguments is deferred."""
     kwargs = kwargs or {}
+    if _is_asked_by_compiler():
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
     operands, node = args, node_of(args[0]) if args else None
     if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         operands = args[::-1]
@@ -64,9 +69,23 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
 
     def make(proxy, node):
         value = node.make_for(function)
-        return _Attached.apply(proxy, value) if _has_own_graph(proxy) else value
+        return _attached(proxy, value) if _has_own_graph(proxy) else value
 
     return function(*_materialized(args, make), **_materialized(kwargs, make))
+
+
+# torch.compile traces _dispatch as a part of the function that calls it. Called by itself, after a
+# break of the graph, it runs uncompiled, with all that it calls: torch.compile does not guard by an
+# argument that is a function of torch, so a graph for one function would serve the next.
+_SKIP = eval_frame._FrameAction.SKIP
+_UNCOMPILED = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+eval_frame.set_code_exec_strategy(_dispatch.__code__, _UNCOMPILED)
+
+
+def _is_asked_by_compiler():
+    """Whether torch.compile itself calls, to describe a Tensor that a graph is given: the proxy is,
+    whether there are real logits or not. A call that it traces is none of its own."""
+    return not is_dynamo_compiling() and detect_fake_mode() is not None
 
 
 def _is_called_by_hook(proxy, node):
@@ -136,6 +155,12 @@ def _has_own_graph(proxy):
 def _own_graph(proxy):
     with torch._C.DisableTorchFunctionSubclass():
         return proxy.grad_fn
+
+
+def _attached(proxy, value):
+    if is_dynamo_compiling():
+        torch._dynamo.graph_break()  # in a graph the proxy would be a constant
+    return _Attached.apply(proxy, value)
 
 
 class _Attached(torch.autograd.Function):
@@ -209,15 +234,6 @@ def proxy_of(node):
     """What the caller holds for a Node."""
     if not is_compiling():
         return DeferredLogits(node)
-    _mark_nontraceable()
     proxy = torch.empty_like(node.layout()).as_subclass(TracedLogits)
     proxy._flce = node
     return proxy
-
-
-def _mark_nontraceable():
-    """Keeps a graph that is given deferred logits from guarding the metadata of their Tensor."""
-    torch._dynamo.config.nontraceable_tensor_subclasses.add(TracedLogits)
-
-
-_mark_nontraceable._dynamo_marked_constant = True  # called while tracing, not traced

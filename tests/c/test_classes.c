@@ -1,5 +1,6 @@
-/* class_logits, top_classes and class_gradients of the CPU backend, called one by one, compared
- * with double: dtypes, ids that are none, of other ranks, equal or out of range, an index, threads.
+/* class_logits, top_classes, class_gradients and tail_rows of the CPU backend, called one by one,
+ * compared with double: dtypes, ids that are none, of other ranks, equal or out of range, an index,
+ * threads.
  */
 #include "test.h"
 
@@ -211,38 +212,113 @@ static void test_top(flce_dtype dtype, int64_t count, int kind, bool biased, dou
 
 /* ---- class_gradients ---- */
 
-/* A row of dz plus the sums of its gradients, rounded once. */
-static bool is_sum(const rows_case* c, int64_t i, const void* before, const void* after,
-                   const void* grads) {
+/* What a row of dz is made of besides its classes' z and gradients. */
+typedef struct gradient_case {
+  rows_case rows;
+  flce_loss options;
+  void *z, *grads; /* [TOKENS][count]; equal ids of a row have equal z */
+  void *stats, *coef, *class_weight;
+} gradient_case;
+
+static gradient_case make_gradient_case(flce_dtype dtype, int64_t count, bool equal, bool general) {
+  gradient_case g = {.rows = make_case(dtype, count)};
+  rows_case* c = &g.rows;
+  for (int64_t k = 0; equal && k < TOKENS * count; k++) c->ids[k] = FIRST + (k / count) % VOCAB;
+  g.options = (flce_loss){.ignore_index = IGNORE_INDEX, .logit_scale = 1.0, .temperature = 1.0};
+  if (general) g.options.logit_scale = 0.75, g.options.softcap = 3.0, g.options.temperature = 1.25;
+  void* of_class = test_fill_normal(c->stat, 8192, 1.0);
+  g.z = test_buffer(c->stat, TOKENS * count);
+  g.grads = test_fill_normal(c->stat, TOKENS * count, 1.0);
+  for (int64_t k = 0; k < TOKENS * count; k++)
+    flce_store(g.z, c->stat, k, flce_load(of_class, c->stat, (uint64_t)c->ids[k] % 8192));
+  free(of_class);
+  g.stats = test_buffer(c->stat, FLCE_STAT_ROWS * TOKENS);
+  for (int64_t k = 0; k < FLCE_STAT_ROWS * TOKENS; k++)
+    flce_store(g.stats, c->stat, k, test_uniform(0.25, 1.0));
+  g.coef = test_fill_normal(c->stat, FLCE_COEF_ROWS * TOKENS, 1.0);
+  for (int64_t i = 0; i < TOKENS; i++) {
+    flce_store(g.coef, c->stat, FLCE_COEF_SOFT * TOKENS + i, 0.0);
+    if (!general) flce_store(g.coef, c->stat, FLCE_COEF_ENTROPY * TOKENS + i, 0.0);
+  }
+  g.class_weight = general ? test_fill_normal(c->stat, VOCAB, 1.0) : NULL;
+  return g;
+}
+
+static void free_gradient_case(gradient_case* g) {
+  free(g->z), free(g->grads), free(g->stats), free(g->coef), free(g->class_weight);
+  free_case(&g->rows);
+}
+
+/* dz of column j by the formula of enum flce_coef_row, and in *size the sum of its terms' sizes;
+ * false if the column is none of row i's classes. */
+static bool expected_gradient(const gradient_case* g, int64_t i, int64_t j, double* value,
+                              double* size) {
+  const rows_case* c = &g->rows;
+  bool found = false;
+  double sum = 0.0, z = 0.0;
+  *size = 0.0;
+  for (int64_t k = i * c->count; k < (i + 1) * c->count; k++) {
+    if (column_of(c->ids[k]) != j) continue;
+    found = true;
+    z = flce_load(g->z, c->stat, k);
+    sum += flce_load(g->grads, c->stat, k);
+    *size += fabs(flce_load(g->grads, c->stat, k));
+  }
+#define STAT(which) flce_load(g->stats, c->stat, (which) * TOKENS + i)
+#define COEF(which) flce_load(g->coef, c->stat, (which) * TOKENS + i)
+  const flce_loss* o = &g->options;
+  double u = o->logit_scale * z, l = u / o->temperature, slope = 1.0;
+  if (o->softcap > 0.0) {
+    double t = tanh(u / o->softcap);
+    l = o->softcap * t / o->temperature, slope = 1.0 - t * t;
+  }
+  double e = exp(l - STAT(FLCE_STAT_OFFSET));
+  double mean = -log(STAT(FLCE_STAT_INV_SUM)) - STAT(FLCE_STAT_ENTROPY) + STAT(FLCE_STAT_OFFSET);
+  double weight = g->class_weight ? flce_load(g->class_weight, c->stat, j) : 1.0;
+  double entropy = e * COEF(FLCE_COEF_ENTROPY) * (mean - l),
+         smooth = weight * COEF(FLCE_COEF_SMOOTH);
+  bool own = c->target[i] == j;
+  double row = own ? 0.0 : e * COEF(FLCE_COEF_ROW), target = own ? COEF(FLCE_COEF_TARGET) : 0.0;
+#undef STAT
+#undef COEF
+  *value = sum + target + slope * (row + entropy - smooth);
+  *size += fabs(target) + fabs(row) + fabs(entropy) * 4.0 + fabs(smooth);
+  return found;
+}
+
+/* The row's classes have their gradients, rounded once; the other columns are as before. */
+static bool is_row_of_gradients(const gradient_case* g, int64_t i, const void* before,
+                                const void* after) {
+  const rows_case* c = &g->rows;
+  double stat = test_epsilon(c->stat);
   for (int64_t j = 0; j < VOCAB; j++) {
-    double sum = 0.0, size = 0.0, own = flce_load(before, c->dtype, j);
-    for (int64_t k = i * c->count; k < (i + 1) * c->count; k++) {
-      if (i == IGNORED_ROW || i == OUTSIDE_ROW || column_of(c->ids[k]) != j) continue;
-      sum += flce_load(grads, c->stat, k);
-      size += fabs(flce_load(grads, c->stat, k));
+    double made = flce_load(after, c->dtype, j), value, size;
+    if (i == IGNORED_ROW || i == OUTSIDE_ROW || !expected_gradient(g, i, j, &value, &size)) {
+      if (made != flce_load(before, c->dtype, j)) return false;
+      continue;
     }
-    double tolerance = test_epsilon(c->dtype) * fabs(own + sum) + test_tiny(c->dtype) +
-                       (size > 0.0 ? 2.0 * test_epsilon(FLCE_F64) * (double)c->count * size : 0.0);
-    if (!test_close(flce_load(after, c->dtype, j), own + sum, tolerance)) return false;
+    double tolerance = test_epsilon(c->dtype) * fabs(value) + test_tiny(c->dtype) +
+                       (16.0 * stat + 2.0 * test_epsilon(FLCE_F64) * (double)c->count) * size;
+    if (!test_close(made, value, tolerance)) return false;
   }
   return test_same(flce_const_at(before, c->dtype, VOCAB), flce_const_at(after, c->dtype, VOCAB),
                    PAD * flce_size_of(c->dtype));
 }
 
 static void test_gradients(flce_dtype dtype, int64_t count, bool indexed, bool equal) {
-  rows_case c = make_case(dtype, count);
-  for (int64_t k = 0; equal && k < TOKENS * count; k++) c.ids[k] = FIRST + (k / count) % VOCAB;
-  flce_rows view = view_of(&c);
-  void* grads = test_buffer(c.stat, TOKENS * count);
-  for (int64_t k = 0; k < TOKENS * count; k++)
-    flce_store(grads, c.stat, k, equal ? 1.0 : test_normal());
+  gradient_case g = make_gradient_case(dtype, count, equal, indexed);
+  rows_case* c = &g.rows;
+  flce_rows view = view_of(c);
   int64_t pitch = VOCAB + PAD, elements = TOKENS * pitch;
   void* before = test_fill_normal(dtype, elements, 1.0);
   void* after[] = {test_buffer(dtype, elements), test_buffer(dtype, elements)};
+  view.options = g.options;
   view.out_dtype = dtype;
   view.out_pitch = pitch;
-  view.classes.grads = grads;
-  view.index = indexed ? c.index : NULL;
+  view.stats = g.stats, view.coef = g.coef, view.stat_pitch = TOKENS;
+  view.class_weight = g.class_weight;
+  view.classes.z = g.z, view.classes.grads = g.grads;
+  view.index = indexed ? c->index : NULL;
   for (int threads = 0; threads < 2; threads++) {
     memcpy(after[threads], before, (size_t)(elements * flce_size_of(dtype)));
     view.out = after[threads];
@@ -250,20 +326,81 @@ static void test_gradients(flce_dtype dtype, int64_t count, bool indexed, bool e
   }
   CHECK(test_same(after[0], after[1], elements * flce_size_of(dtype)), "class_gradients, threads");
   for (int64_t r = 0; r < TOKENS; r++) {
-    int64_t i = indexed ? c.index[r] : r;
+    int64_t i = indexed ? c->index[r] : r;
     const void* own = flce_const_at(before, dtype, r * pitch);
     const void* made = flce_const_at(after[0], dtype, r * pitch);
-    bool right =
-        i < 0 ? test_same(own, made, pitch * flce_size_of(dtype)) : is_sum(&c, i, own, made, grads);
+    bool right = i < 0 ? test_same(own, made, pitch * flce_size_of(dtype))
+                       : is_row_of_gradients(&g, i, own, made);
     CHECK(right, "class_gradients index %d equal %d, " WHERE, indexed, equal,
           WHERE_VALUES(dtype, count, r));
   }
-  c.ids[count - 1] = ALL; /* of token 0 */
+  c->ids[count - 1] = ALL; /* of token 0 */
   view.index = NULL;
   CHECK_OK(backends[0].class_gradients(backends[0].self, &view, NULL));
   CHECK(isnan(flce_load(view.out, dtype, 0)) && !isnan(flce_load(view.out, dtype, pitch)),
         "class_gradients of a class that does not exist, " WHERE, WHERE_VALUES(dtype, count, 0));
-  free(grads), free(before), free(after[0]), free(after[1]);
+  free(before), free(after[0]), free(after[1]);
+  free_gradient_case(&g);
+}
+
+/* ---- tail_rows ---- */
+
+static double expected_tail(const rows_case* c, const flce_rows* view, int64_t i, const void* z) {
+  double top = -INFINITY, sum = 0.0;
+  if (c->target[i] == IGNORE_INDEX) return 0.0;
+  if (c->target[i] >= VOCAB) return NAN;
+  for (int pass = 0; pass < 2; pass++)
+    for (int64_t j = 0; j < VOCAB; j++) {
+      bool own = false;
+      for (int64_t k = i * c->count; k < (i + 1) * c->count; k++) own |= column_of(c->ids[k]) == j;
+      double l =
+          (flce_load(z, c->dtype, j) + flce_load(c->bias, c->stat, j)) * view->options.logit_scale;
+      if (own) continue;
+      if (pass == 0)
+        top = fmax(top, l);
+      else
+        sum += exp(l - top);
+    }
+  return top == -INFINITY ? top : top + log(sum);
+}
+
+/* `all`: every class is the row's own. */
+static void test_tail(flce_dtype dtype, int64_t count, bool indexed, bool all) {
+  if (all && count < VOCAB) return;
+  rows_case c = make_case(dtype, count);
+  flce_rows view = view_of(&c);
+  for (int64_t k = 0; all && k < TOKENS * count; k++) c.ids[k] = FIRST + k % count % VOCAB;
+  view.options.logit_scale = indexed ? -0.5 : 1.0;
+  view.bias = c.bias;
+  view.z = test_fill_normal(dtype, TOKENS * (VOCAB + PAD), 20.0);
+  view.z_dtype = dtype, view.z_pitch = VOCAB + PAD;
+  view.index = indexed ? c.index : NULL;
+  view.stat_pitch = TOKENS;
+  void* stats[] = {test_fill_normal(c.stat, FLCE_STAT_ROWS * TOKENS, 1.0), NULL};
+  int64_t bytes = FLCE_STAT_ROWS * TOKENS * flce_size_of(c.stat);
+  stats[1] = test_buffer(c.stat, FLCE_STAT_ROWS * TOKENS);
+  memcpy(stats[1], stats[0], (size_t)bytes);
+  for (int threads = 0; threads < 2; threads++) {
+    view.stats = stats[threads];
+    CHECK_OK(backends[threads].tail_rows(backends[threads].self, &view));
+  }
+  CHECK(test_same(stats[0], stats[1], bytes), "tail_rows, threads");
+  for (int64_t r = 0; r < TOKENS; r++) {
+    int64_t i = indexed ? c.index[r] : r;
+    if (i < 0) continue;
+    double made = flce_load(stats[0], c.stat, FLCE_STAT_TAIL_LSE * TOKENS + i);
+    double value = expected_tail(&c, &view, i, flce_const_at(view.z, dtype, r * (VOCAB + PAD)));
+    bool right = isnan(value)
+                     ? isnan(made)
+                     : test_close(made, value, 64.0 * test_epsilon(c.stat) * (1.0 + fabs(value)));
+    CHECK(right, "tail_rows index %d all %d, " WHERE, indexed, all, WHERE_VALUES(dtype, count, r));
+  }
+  c.ids[0] = ALL;
+  view.index = NULL;
+  CHECK_OK(backends[0].tail_rows(backends[0].self, &view));
+  CHECK(isnan(flce_load(view.stats, c.stat, FLCE_STAT_TAIL_LSE * TOKENS)),
+        "tail_rows of a class that does not exist, " WHERE, WHERE_VALUES(dtype, count, 0));
+  free((void*)view.z), free(stats[0]), free(stats[1]);
   free_case(&c);
 }
 
@@ -283,6 +420,7 @@ static void test_refusals(void) {
 static void test_all(flce_dtype dtype, int64_t count, bool first, bool second) {
   test_logits(dtype, count, second ? 7 : 300, first && dtype == FLCE_BF16, second);
   test_gradients(dtype, count, first, second);
+  test_tail(dtype, count, first, second);
   for (int kind = 0; kind < KINDS; kind++) test_top(dtype, count, kind, first, second ? -0.5 : 2.0);
 }
 

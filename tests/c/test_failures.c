@@ -82,6 +82,7 @@ static flce_backend g_plain; /* without failures */
   X(top_classes, (const flce_rows* a, bool b), (a, b))                                           \
   ONE_ARGUMENT(X, class_logits, flce_class_logits_args)                                          \
   X(class_gradients, (const flce_rows* a, const float* b), (a, b))                               \
+  ONE_ARGUMENT(X, tail_rows, flce_rows)                                                          \
   ONE_ARGUMENT(X, divergence_rows, flce_divergence_args)                                         \
   X(scale_grads, (const flce_scaled* a, int b, const void* c, const void* d, flce_dtype e),      \
     (a, b, c, d, e))
@@ -245,8 +246,10 @@ static void open_row_classes(const setting* s, run* r) {
 static flce_status backward(const flce_backend* b, const setting* s, const model* m, run* r) {
   bool with_classes = s->problem.row_classes > 0 && s->problem.save == FLCE_SAVE_STATS;
   r->problem.has_grad_classes = with_classes;
+  r->problem.has_grad_tail = with_classes && s->problem.wants_tail;
   open_backward(b, s, m, r);
   if (with_classes) r->t.grad_classes = r->t.class_logits;
+  if (r->problem.has_grad_tail) r->t.grad_tail = r->t.class_logits; /* as many zeros, at least */
   if (flce_has_backward(r->plan.save))
     return flce_backward(b, s->comm, &r->problem, &r->plan, &r->t);
   if (r->plan.save != FLCE_SAVE_GRADS) return FLCE_OK;
@@ -363,6 +366,7 @@ static void test_one_process(void) {
       if (way >= 4 && !narrow && kSaves[k] != FLCE_SAVE_SAMPLES) {
         p->topk = way & 1 && !s.fused ? 2 : 0; /* the plain fused GEMM has no rows of E to search */
         p->row_classes = p->topk > 0 ? flce_candidates(p->topk) : 2;
+        p->wants_tail = !s.fused; /* nor does it write logits */
       }
       test_step(&s, false);
     }

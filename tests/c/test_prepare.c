@@ -113,6 +113,11 @@ static void test_prepare_refusals(void) {
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
+  problem.first_token = 1000;
+  CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) ==
+                FLCE_TARGET_OUT_OF_RANGE &&
+            strstr(flce_last_error(), "target[1005] is 50300: "),
+        "sentence: %s", flce_last_error());
   target[5] = -1;
   CHECK(
       backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_TARGET_OUT_OF_RANGE,

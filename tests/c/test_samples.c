@@ -216,6 +216,50 @@ static void test_lists(double eps) {
   free_model(&m);
 }
 
+/* The tokens from `first` on in a call of their own draw what they draw in the call of all. */
+static void test_a_part(int64_t first, bool gathers, int64_t max_memory) {
+  setting s = sampled_setting(FLCE_F32, 0x1p-4);
+  s.seed = 3;
+  model m = make_model(&s), rest = m;
+  run whole = run_all(&s, &m, 1);
+  rest.x = (float*)m.x + first * s.problem.hidden;
+  rest.target = m.target + first;
+  s.problem.tokens -= first;
+  s.problem.first_token = first;
+  s.problem.max_memory = max_memory;
+  int64_t valid = 0, row = 0, bytes = whole.plan.saved_pitch * (int64_t)sizeof(int32_t);
+  for (int64_t i = 0; i < s.problem.tokens; i++) valid += rest.target[i] != IGNORE_INDEX;
+  s.problem.rows = gathers ? valid : s.problem.tokens;
+  run part = run_all(&s, &rest, 1);
+  CHECK(part.plan.gathers == gathers, "the rows are not in the order that is tested");
+  for (int64_t i = 0; i < s.problem.tokens; i++) {
+    if (gathers && rest.target[i] == IGNORE_INDEX) continue;
+    CHECK(test_same((char*)whole.t.saved + (first + i) * bytes, (char*)part.t.saved + row++ * bytes,
+                    bytes),
+          "token %lld of a call from token %lld on draws anew", (long long)(first + i),
+          (long long)first);
+  }
+  free_run(&whole), free_run(&part);
+  free_model(&m);
+}
+
+static void test_parts(void) {
+  const int64_t one_row = 80 * 4;
+  for (int k = 0; k < 4; k++)
+    for (int64_t first = 0; first <= 14; first += 7)
+      test_a_part(first, k & 1, k & 2 ? one_row : 1 << 20);
+  setting s = sampled_setting(FLCE_F32, 0x1p-4);
+  flce_facts facts = {0};
+  flce_plan plan;
+  const int64_t refused[] = {-1, INT64_MAX};
+  for (size_t k = 0; k < 2; k++) {
+    s.problem.first_token = refused[k];
+    CHECK(flce_plan_make(&s.problem, &facts, &plan) == FLCE_INVALID_ARGUMENT &&
+              strstr(flce_last_error(), "first_token: expected 0 to 9223372036854775784, got"),
+          "first_token %lld: %s", (long long)refused[k], flce_last_error());
+  }
+}
+
 /* ---- rows of as many classes as there may be ---- */
 
 enum { BLOCK = 1 << 22 };
@@ -338,6 +382,7 @@ int main(void) {
   test_options();
   test_added();
   test_no_rows();
+  test_parts();
   test_divergence_without_rows(FLCE_BF16);
   test_divergence_without_rows(FLCE_F16);
   test_strategy_of_the_plan();

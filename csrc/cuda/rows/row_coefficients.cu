@@ -43,7 +43,7 @@ flce_status cuda_row_coefficients(void* self, const flce_rows* r, const flce_sha
 }
 
 /* A bound of |dz| in a row. The entropy's term p (m - l) is at most about the entropy where it is
- * negative, and 1/e where it is positive. */
+ * negative, and 1/e where it is positive. The gradients of all classes may be of one column. */
 __device__ __forceinline__ float bound_of_dz(const flce_rows& r, const float* coef, int64_t at,
                                              float top_weight) {
   const float* stats = (const float*)r.stats + at;
@@ -54,7 +54,12 @@ __device__ __forceinline__ float bound_of_dz(const flce_rows& r, const float* co
   if (r.wants_entropy) {
     factor += size(FLCE_COEF_ENTROPY) * (1 + stats[FLCE_STAT_ENTROPY * r.stat_pitch]);
   }
-  return factor * sum + size(FLCE_COEF_TARGET) + size(FLCE_COEF_SMOOTH) * top_weight + soft;
+  float classes = 0;
+  for (int64_t k = 0; r.classes.grads && k < r.classes.count; k++) {
+    classes += fabsf(((const float*)r.classes.grads)[at * r.classes.count + k]);
+  }
+  return factor * sum + size(FLCE_COEF_TARGET) + size(FLCE_COEF_SMOOTH) * top_weight + soft +
+         size(FLCE_COEF_TAIL) + classes;
 }
 
 /* One block, because all rows need the same scale. */

@@ -40,6 +40,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   coef[FLCE_COEF_ENTROPY] =
       upstream.entropy ? a * (((const S*)upstream.entropy)[i] * stats.inv_sum) : (S)0;
   coef[FLCE_COEF_SOFT] = r.target ? (S)0 : a * (k * hard);
+  coef[FLCE_COEF_TAIL] = upstream.tail ? a * ((const S*)upstream.tail)[i] : (S)0;
   if (!r.target) return;
   /* With r the factor of p: r p_y - k own, computed as k own (p_y - 1) + (k rest + others) p_y to
    * avoid cancellation where p_y is near 1. */

@@ -31,6 +31,27 @@ __device__ __forceinline__ S target_parts(const flce_rows& r, const GradRow<S>& 
   return stat_row<S>(r, FLCE_STAT_SLOPE)[at] * parts;
 }
 
+/* Takes TAIL_LSE as the offset in place of c, and adds the gradient of TAIL_LSE. The terms then
+ * hold for the tail's columns, where exp(l - TAIL_LSE) is at most 1 however small the tail's
+ * probability is; class_gradients overwrites the other columns. */
+template <typename S>
+__device__ __forceinline__ void refer_to_tail(const flce_rows& r, int64_t at, GradRow<S>& g) {
+  const S *stats = (const S*)r.stats + at, *coef = (const S*)r.coef + at;
+  const S tail = stats[FLCE_STAT_TAIL_LSE * r.stat_pitch];
+  const S factor = coef[FLCE_COEF_TAIL * r.stat_pitch];
+  if (tail == -infinity_of(tail)) return; /* there is no such column, or all have l = -inf */
+  S ratio = exp(tail - g.offset);
+  /* Every l of this rank is then so far below TAIL_LSE, another rank's, that exp(l - TAIL_LSE) is
+   * 0. */
+  if (isinf(ratio)) ratio = 0;
+  const S l_y = stats[FLCE_STAT_LSE * r.stat_pitch] - stats[FLCE_STAT_NLL * r.stat_pitch];
+  const S e_y = l_y < tail ? exp(l_y - tail) : (S)1;
+  g.factor = g.factor * ratio + factor;
+  g.entropy *= ratio;
+  g.offset = tail;
+  g.target += factor * stats[FLCE_STAT_SLOPE * r.stat_pitch] * e_y;
+}
+
 /* Without r.coef the row is `scale` exp(l - c), and 0 at the target if `hide_target`; if z_is_exp,
  * z already includes `scale`, and l is taken from it: its error is the relative error of z. */
 template <Kind KIND, typename Z, typename S = stat_t<Z>>
@@ -66,6 +87,7 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
                      stat_row<S>(r, FLCE_STAT_ENTROPY)[at];
     }
   }
+  if (r.has_tail_gradient) refer_to_tail(r, at, g);
   return g;
 }
 
@@ -264,7 +286,7 @@ static soft_kernel soft_kernel_of(flce_dtype probabilities) {
 static soft_kernel soft_kernel_for(const flce_rows* r) {
   const flce_loss* o = &r->options;
   if (r->target || r->index || !r->coef || r->bias || r->class_weight || r->temperature ||
-      r->wants_entropy || o->label_smoothing > 0 || flce_caps_logits(o) ||
+      r->wants_entropy || o->label_smoothing > 0 || flce_caps_logits(o) || r->has_tail_gradient ||
       r->out_dtype != FLCE_BF16) {
     return NULL;
   }
@@ -298,9 +320,10 @@ static grad_kernel grad_kernel_of(Kind kind, bool z_is_exp) {
 flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hide_target,
                            bool z_is_exp) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
-  if (z_is_exp && (flce_caps_logits(&r->options) || !r->target)) {
+  if (z_is_exp && (flce_caps_logits(&r->options) || !r->target || r->has_tail_gradient)) {
     return flce_fail(FLCE_UNSUPPORTED,
-                     "grad_rows: no gradient from exp rows with a softcap or probabilities");
+                     "grad_rows: no gradient from exp rows with a softcap, probabilities or a "
+                     "tail");
   }
   FLCE_TRY(check_rows(r, "grad_rows"));
   const soft_kernel soft = soft_kernel_for(r);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kPackWarps* kWarp)
   if (row >= r.rows) return;
   const RowRef ref = row_ref_of(r, row);
   if (ref.kind != kRowValid) return;
-  double values[FLCE_SHARD_STATS] = {-INFINITY, -1, 0, 0, 0, -INFINITY, 0};
+  double values[FLCE_SHARD_STATS] = {-INFINITY, -1, 0, 0, 0, -INFINITY, 0, -INFINITY};
   if (call.shard.count > 0) {
     const S* stats = (const S*)r.stats + ref.at;
     values[FLCE_SHARD_STAT_LSE] = stats[FLCE_STAT_LSE * r.stat_pitch];
@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kPackWarps* kWarp)
       values[FLCE_SHARD_STAT_NLL] = stats[FLCE_STAT_NLL * r.stat_pitch];
     }
     values[FLCE_SHARD_STAT_ENTROPY] = stats[FLCE_STAT_ENTROPY * r.stat_pitch];
+    values[FLCE_SHARD_STAT_TAIL] = stats[FLCE_STAT_TAIL_LSE * r.stat_pitch];
     if (r.options.label_smoothing > 0) {
       values[FLCE_SHARD_STAT_SMOOTHING] =
           (double)((const S*)r.loss)[ref.at] * (double)call.shard.count;
@@ -127,6 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   stats[FLCE_STAT_NLL * r.stat_pitch] = (S)nll;
   stats[FLCE_STAT_INV_SUM * r.stat_pitch] = (S)inv_sum;
   stats[FLCE_STAT_ENTROPY * r.stat_pitch] = r.wants_entropy ? (S)merged.entropy : (S)0;
+  stats[FLCE_STAT_TAIL_LSE * r.stat_pitch] = (S)merged.tail;
   ((S*)r.loss)[ref.at] = (S)flce_merged_loss(&r, kStat, ref.at, &merged);
   if (r.predictions) r.predictions[ref.at] = merged.prediction;
 }

@@ -407,6 +407,7 @@ __device__ __forceinline__ RowStatistics<S> write_statistics(const row_args& p, 
   stat_row<S>(r, FLCE_STAT_ENTROPY)[at] = entropy;
   stat_row<S>(r, FLCE_STAT_SLOPE)[at] = made.slope;
   stat_row<S>(r, FLCE_STAT_WEIGHT_SUM)[at] = made.weight_sum;
+  stat_row<S>(r, FLCE_STAT_TAIL_LSE)[at] = 0; /* tail_rows writes it where it is wanted */
   if (r.loss) ((S*)r.loss)[at] = loss_of<KIND>(p, row, at, sums, end);
   return made;
 }

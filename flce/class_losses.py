@@ -1,0 +1,138 @@
+"""Losses and log-probabilities of K classes of each row, composed of one call of
+linear_cross_entropy with `classes`. That function is a parameter, `call`: linear_loss passes the
+one of a part of its rows."""
+
+import math
+import typing
+
+import torch
+
+from . import composite, validate
+from .options import RETURNS, defaults, ignore_index_of
+
+_DEFAULTS = {**defaults(), **dict.fromkeys(RETURNS, False)}
+
+
+def check_ids(name, ids):
+    validate.check_tensor(name, ids)
+    if ids.dim() < 1 or ids.shape[-1] < 1 or ids.dtype not in (torch.int64, torch.int32):
+        got = f"shape {tuple(ids.shape)} and dtype {ids.dtype}"
+        validate.refuse(name, "int64 or int32 class indices of shape (..., K), K at least 1", got)
+
+
+def _target_of(ids, ignore_index, chances=None):
+    """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
+    or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
+    check_ids("ids", ids)
+    absent = validate.is_equal(ids, ignore_index_of(ignore_index))
+    chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
+    at = chances.argmax(dim=-1, keepdim=True)
+    return ids.gather(-1, at).squeeze(-1), at, absent
+
+
+_LIKELY = 0.7  # -log p below which a class has about half of the probability or more
+
+
+def _logprobs_of_classes(made, at):
+    """log p (..., K) of a call's class_logits; `at`: index of the target among the classes.
+
+    They follow from the target's log p, which a large lse does not round, but where its logit is
+    -inf. So does their gradient where the target is likely: that of its loss is p - 1 without
+    cancellation. Elsewhere it follows from lse: the gradient of all other classes would cancel in
+    the target's, which may be small.
+    """
+    own = made.class_logits.gather(-1, at)
+    nll, lse = made.loss.unsqueeze(-1), made.lse.unsqueeze(-1)
+    from_lse = made.class_logits - lse
+    from_target = made.class_logits - own - nll
+    rounding = (lse - own - nll).detach()  # of lse
+    finite = torch.where(nll < _LIKELY, from_target, from_lse + rounding)
+    return torch.where(own.isinf(), from_lse, finite)
+
+
+def logprobs_at(call, input, linear_weight, ids, options, tail=False, asked=None):
+    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `asked`:
+    of composite.ShardedCall, where another function than that calls it."""
+    validate.check_flag("tail", tail)
+    target, at, absent = _target_of(ids, options.get("ignore_index"))
+    options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
+    options["return_tail_lse"] = tail
+    asked = asked or {"call": "linear_logprobs_at", "ids": ids, "tail": tail}
+    made = call(input, linear_weight, target, asked=asked, **options)
+    logprobs = _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
+    if not tail:
+        return logprobs
+    return torch.cat((logprobs, (made.tail_lse - made.lse).unsqueeze(-1)), dim=-1)
+
+
+_NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
+_NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
+
+
+def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
+    """linear_cross_entropy with probabilities of K classes of each row; `call`: that function,
+    `options`: all of its."""
+    asked = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
+    for name in _NOT_OF_SPARSE:
+        given = options.pop(name)
+        if isinstance(given, torch.Tensor) or given != _DEFAULTS[name]:
+            validate.refuse(name, f"{_DEFAULTS[name]} with (ids, probabilities)", given)
+    validate.check_tensor("ids", ids)
+    validate.check_tensor("target", probabilities)
+    validate.check_constant("target", probabilities)
+    if not probabilities.is_floating_point():
+        validate.refuse("target", "floating probabilities", probabilities.dtype, TypeError)
+    validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
+    validate.check_same_device("target", probabilities, "ids", ids)
+    target, at, absent = _target_of(ids, options["ignore_index"], probabilities)
+    own = RowLosses.of_options(options, input, ids.shape[:-1])
+    z_loss, return_lse = options.pop("z_loss"), options.pop("return_lse")
+    options |= {"reduction": "none", "classes": ids, "return_lse": True}
+    made = call(input, linear_weight, target, asked=asked, **options)
+    probabilities = probabilities.masked_fill(absent, 0.0)
+    gaps = -_logprobs_of_classes(made, at).masked_fill(probabilities == 0, 0.0)
+    rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
+    loss = own.reduced(rows, absent.all(dim=-1))
+    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
+    return made if any(value is not None for value in made[1:]) else loss
+
+
+class RowLosses(typing.NamedTuple):
+    """What becomes of the losses of rows that are composed of log-probabilities in Python: the
+    options that linear_cross_entropy would apply to them, checked as there."""
+
+    reduction: str
+    token_weight: torch.Tensor | None
+    num_items: torch.Tensor | None
+
+    @classmethod
+    def of_options(cls, options, input, shape):
+        """Takes its options out of `options` and checks them, with z_loss and return_lse, which
+        stay; `shape`: of the rows."""
+        names = ("reduction", "z_loss", "return_lse", "token_weight", "num_items")
+        checked = {name: options[name] for name in names if name in options}
+        validate.check_tensor("input", input)
+        composite.check_options(checked, 1)
+        reduction = options.pop("reduction", "mean")
+        factor, items = options.pop("token_weight", None), options.pop("num_items", None)
+        if factor is not None:
+            validate.check_tensor("token_weight", factor)
+            validate.check_constant("token_weight", factor)
+            meaning = ", a number for each row of input"
+            validate.check_vector("token_weight", factor, shape, "input", input, meaning)
+        if items is not None:
+            items = validate.num_items_tensor(items, reduction, input)
+        return cls(reduction, factor, items)
+
+    def reduced(self, rows, ignored):
+        """The loss of rows (...), 0 where `ignored`, whatever they and token_weight hold there."""
+        if self.token_weight is not None:
+            rows = rows * self.token_weight.to(rows.dtype).masked_fill(ignored, 0.0)
+        rows = rows.masked_fill(ignored, 0.0)
+        if self.reduction != "mean":
+            return rows if self.reduction == "none" else rows.sum()
+        valid = (~ignored).sum().to(rows.dtype)
+        items = self.num_items
+        if type(items) is torch.Tensor and items.is_cpu and not composite.is_traced():
+            validate.check_items(items, valid)
+        return composite.mean_of(rows.sum(), valid, items)

@@ -1,0 +1,209 @@
+/* The dtype in which dW is summed over many chunks: FLCE_WIDE_SUM_CHUNKS in the plan, and runs of
+ * it against the definition. */
+#include "core/chunks.h"
+#include "engine_case.h"
+#include "gpu.h"
+
+#include <stdlib.h>
+
+enum { ROWS_OF_A_CHUNK = 2, HIDDEN = 24, VOCAB = 64 };
+
+/* A problem with so many chunks, in whichever pass makes dW. */
+static flce_problem with_chunks(flce_dtype dtype, flce_save save, int64_t chunks) {
+  flce_problem p = make_setting(dtype, save).problem;
+  p.tokens = p.rows = chunks * ROWS_OF_A_CHUNK;
+  p.hidden = HIDDEN;
+  p.vocab = p.weight_rows = VOCAB;
+  p.has_probabilities = save == FLCE_SAVE_LOGITS; /* so that its backward has chunks: of dz */
+  p.logits_dtype = dtype;
+  p.max_memory = ROWS_OF_A_CHUNK * VOCAB * flce_size_of(dtype);
+  p.widens_sum = true;
+  return p;
+}
+
+static flce_plan plan_of(const flce_problem* p, const flce_facts* facts) {
+  flce_plan plan;
+  CHECK_OK(flce_plan_make(p, facts, &plan));
+  return plan;
+}
+
+static int64_t chunks_of(const flce_plan* plan) {
+  return plan->save == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
+}
+
+/* The default is the stat dtype from FLCE_WIDE_SUM_CHUNKS chunks on, wherever dW is made; a dtype
+ * that the caller names is taken. */
+static void test_default(void) {
+  const flce_facts facts = {.gemm_writes_f32 = true, .gemm_f16 = true, .bias_parts = 3};
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
+      for (int64_t chunks = FLCE_WIDE_SUM_CHUNKS - 1; chunks <= FLCE_WIDE_SUM_CHUNKS; chunks++) {
+        flce_problem p = with_chunks((flce_dtype)dtype, (flce_save)save, chunks);
+        flce_dtype stat = flce_stat_dtype(p.dtype);
+        flce_plan automatic = plan_of(&p, &facts);
+        p.widens_sum = false;
+        flce_plan narrow = plan_of(&p, &facts);
+        p.accum_dtype = stat;
+        flce_plan wide = plan_of(&p, &facts);
+        flce_dtype expected = chunks < FLCE_WIDE_SUM_CHUNKS ? p.dtype : stat;
+        CHECK(chunks_of(&automatic) == chunks, "%s: %lld chunks", flce_save_name(p.save),
+              (long long)chunks_of(&automatic));
+        CHECK(automatic.accum_dtype == expected && narrow.accum_dtype == p.dtype &&
+                  wide.accum_dtype == stat,
+              "%s %s, %lld chunks: %s, named %s and %s", flce_save_name(p.save),
+              flce_dtype_name(p.dtype), (long long)chunks, flce_dtype_name(automatic.accum_dtype),
+              flce_dtype_name(narrow.accum_dtype), flce_dtype_name(wide.accum_dtype));
+        CHECK(chunks_of(&narrow) == chunks, "the chunks depend on who chooses the accumulator");
+        /* The kernel that sums db too has a 16-bit accumulator. */
+        CHECK(automatic.bias_parts == (expected == p.dtype ? facts.bias_parts : 0), "bias parts");
+        int64_t bytes = expected != narrow.accum_dtype ? VOCAB * HIDDEN * flce_size_of(stat) : 0;
+        CHECK(automatic.buffers[FLCE_BUF_DW_ACCUM].bytes == bytes, "%lld bytes, expected %lld",
+              (long long)automatic.buffers[FLCE_BUF_DW_ACCUM].bytes, (long long)bytes);
+      }
+    }
+  }
+}
+
+/* What sums nothing in 16 bits over chunks has nothing to widen. */
+static void test_no_sum(void) {
+  const flce_facts facts = {.gemm_writes_f32 = true, .gemm_f16 = true};
+  flce_problem p = with_chunks(FLCE_BF16, FLCE_SAVE_GRADS, 100);
+  p.want_grad_weight = false;
+  CHECK(plan_of(&p, &facts).accum_dtype == FLCE_BF16, "dW is not wanted");
+  p = with_chunks(FLCE_BF16, FLCE_SAVE_LOGITS, 100);
+  p.has_probabilities = false; /* E is kept: the backward is one GEMM over all rows */
+  p.logits_dtype = FLCE_F32;
+  p.max_memory *= 2;
+  flce_plan plan = plan_of(&p, &facts);
+  CHECK(plan.chunks == 100 && plan.backward_chunks == 1 && plan.accum_dtype == FLCE_BF16,
+        "chunks of the forward count for dW, which the backward makes");
+  p = with_chunks(FLCE_BF16, FLCE_SAVE_SAMPLES, 100);
+  p.gradient_eps = 0.25;
+  p.accum_dtype = FLCE_BF16;
+  plan = plan_of(&p, &facts);
+  CHECK(plan.accum_dtype == FLCE_BF16 && plan.buffers[FLCE_BUF_DW_ACCUM].bytes == 0,
+        "sampled gradients have no accumulator");
+}
+
+/* float16 gradients that are made before grad_output is known: dW is kept in float16 whatever the
+ * chunks are, as a compiled graph expects. A wider sum of it takes its accumulator and no more. */
+static void test_float16(void) {
+  const flce_facts facts = {.gemm_writes_f32 = true, .gemm_f16 = true};
+  flce_problem p = with_chunks(FLCE_F16, FLCE_SAVE_GRADS, FLCE_WIDE_SUM_CHUNKS);
+  flce_plan automatic = plan_of(&p, &facts);
+  CHECK(automatic.accum_dtype == FLCE_F32 && automatic.grad_weight_dtype == FLCE_F16 &&
+            automatic.dw_fp16_shift != 0,
+        "dW is kept in %s", flce_dtype_name(automatic.grad_weight_dtype));
+  p.widens_sum = false;
+  flce_plan narrow = plan_of(&p, &facts);
+  int64_t accumulator = VOCAB * HIDDEN * flce_size_of(FLCE_F32); /* a multiple of 256 bytes */
+  CHECK(automatic.forward_peak_bytes == narrow.forward_peak_bytes + accumulator &&
+            automatic.backward_peak_bytes == narrow.backward_peak_bytes,
+        "%lld and %lld bytes, in float16 %lld and %lld", (long long)automatic.forward_peak_bytes,
+        (long long)automatic.backward_peak_bytes, (long long)narrow.forward_peak_bytes,
+        (long long)narrow.backward_peak_bytes);
+  p.accum_dtype = FLCE_F32;
+  flce_plan named = plan_of(&p, &facts);
+  CHECK(named.grad_weight_dtype == FLCE_F32 && named.dw_fp16_shift == 0, "float32 by name");
+}
+
+/* A GPU's chunks depend on the cost of accumulating; widening does not move them. */
+static void test_chunks_of_a_gpu(void) {
+  flce_gpu gpu;
+  flce_backend b;
+  CHECK_OK(flce_find_gpu("h100", &gpu));
+  flce_gpu_backend(&gpu, &b);
+  const int64_t tokens[] = {8192, 30000, 32768, 65536, 350208};
+  for (int saves = 0; saves < 2; saves++) {
+    for (size_t k = 0; k < sizeof tokens / sizeof *tokens; k++) {
+      flce_problem p = make_setting(FLCE_BF16, FLCE_SAVE_AUTO).problem;
+      p.tokens = p.rows = tokens[k];
+      p.hidden = 4096;
+      p.vocab = p.weight_rows = 128256;
+      p.saves_memory = saves;
+      p.max_memory = INT64_C(1) << 30;
+      flce_plan narrow, automatic;
+      CHECK_OK(flce_plan_call(&b, &p, &narrow));
+      p.widens_sum = true;
+      CHECK_OK(flce_plan_call(&b, &p, &automatic));
+      CHECK(narrow.chunks == automatic.chunks && narrow.chunk_rows == automatic.chunk_rows,
+            "%lld tokens: %lld and %lld chunks", (long long)tokens[k], (long long)narrow.chunks,
+            (long long)automatic.chunks);
+      bool wide = automatic.chunks >= FLCE_WIDE_SUM_CHUNKS;
+      CHECK((automatic.accum_dtype == FLCE_F32) == wide, "%lld chunks: %s",
+            (long long)automatic.chunks, flce_dtype_name(automatic.accum_dtype));
+      int64_t more = wide ? 4 * p.vocab * p.hidden : 0;
+      CHECK(automatic.buffers[FLCE_BUF_DW_ACCUM].bytes == more, "accumulator of %lld chunks",
+            (long long)automatic.chunks);
+    }
+  }
+}
+
+/* The plan of a rank of two that has `vocab` of the 100 classes. */
+static flce_plan plan_of_rank(int rank, int64_t vocab, flce_save save, int64_t tokens) {
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  flce_problem p = make_setting(FLCE_BF16, save).problem;
+  p.tokens = p.rows = tokens;
+  p.vocab = p.weight_rows = vocab;
+  p.ranks = 2, p.rank = rank;
+  p.first_class = rank ? 100 - vocab : 0;
+  p.classes = 100;
+  p.widens_sum = true;
+  p.max_memory = ROWS_OF_A_CHUNK * 64 * 2; /* of the 50 classes of an equal share */
+  flce_plan plan;
+  CHECK_OK(flce_plan_call(&b, &p, &plan));
+  return plan;
+}
+
+/* The ranks take one dtype, that of an equal share, also where the backward's chunks differ. */
+static void test_ranks(void) {
+  for (int save = FLCE_SAVE_GRADS; save <= FLCE_SAVE_STATS; save++) {
+    for (int64_t chunks = FLCE_WIDE_SUM_CHUNKS - 1; chunks <= FLCE_WIDE_SUM_CHUNKS; chunks++) {
+      flce_dtype expected = chunks < FLCE_WIDE_SUM_CHUNKS ? FLCE_BF16 : FLCE_F32;
+      for (int64_t first = 0; first <= 100; first += 10) {
+        flce_plan a = plan_of_rank(0, first, (flce_save)save, chunks * ROWS_OF_A_CHUNK);
+        flce_plan b = plan_of_rank(1, 100 - first, (flce_save)save, chunks * ROWS_OF_A_CHUNK);
+        CHECK(a.accum_dtype == expected && b.accum_dtype == expected,
+              "%s, %lld and %lld chunks, %lld classes: %s and %s", flce_save_name(a.save),
+              (long long)chunks_of(&a), (long long)chunks_of(&b), (long long)first,
+              flce_dtype_name(a.accum_dtype), flce_dtype_name(b.accum_dtype));
+      }
+    }
+  }
+}
+
+/* Runs of a chunk for each row: copies of x and W, frozen columns, padding, a gradient to add to,
+ * float16 with and without a GEMM of its own. */
+static void test_runs(void) {
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
+      for (int k = 0; k < 16; k++) {
+        setting s = make_setting((flce_dtype)dtype, (flce_save)save);
+        flce_problem* p = &s.problem;
+        p->widens_sum = true;
+        p->max_memory = 128 * 8;
+        p->has_probabilities = save == FLCE_SAVE_LOGITS;
+        p->loss.label_smoothing = k & 1 ? 0.1 : 0.0;
+        p->frozen_hidden = k & 2 ? 8 : 0;
+        p->weight_rows += k & 4 ? 5 : 0;
+        p->adds_grad_weight = k & 8 && save != FLCE_SAVE_GRADS;
+        p->added_dtype = k & 1 ? flce_stat_dtype(p->dtype) : p->dtype;
+        if (k & 8 && save == FLCE_SAVE_GRADS) p->want_grad_input = false;
+        test_setting(&s);
+      }
+    }
+  }
+}
+
+int main(void) {
+  test_seed(21);
+  test_default();
+  test_no_sum();
+  test_float16();
+  test_chunks_of_a_gpu();
+  test_ranks();
+  test_runs();
+  return test_verdict();
+}
