@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flce
+from flce import functional
 from flce.options import DTYPES, OPTIONS, RETURNS
 
 TOKENS, HIDDEN, VOCAB = 6, 8, 11
@@ -541,3 +542,23 @@ def test_subclasses_are_taken(device):
     for name, plain in call.items():
         marked = plain.detach().as_subclass(Marked)
         assert flce.linear_cross_entropy(**{**call, name: marked}) == expected
+
+
+@pytest.mark.parametrize("argument", ["logits", "target", "weight", "token_weight"])
+def test_types_are_checked_before_the_call(argument, monkeypatch):
+    def fails(*operands, **others):
+        raise AssertionError("called")
+
+    monkeypatch.setitem(functional._KERNELS, "cross_entropy", fails)
+    given = {name: tensors("cpu")[name] for name in ("logits", "target", "weight", "token_weight")}
+    with pytest.raises(TypeError, match=f"^{argument}: expected a tensor, got list$"):
+        flce.cross_entropy(**{**given, argument: [1.0]})
+
+
+def test_an_error_of_flce_itself_is_not_taken_for_one_of_the_caller(monkeypatch):
+    def fails(*operands, **others):
+        raise AttributeError("of flce")
+
+    monkeypatch.setitem(functional._KERNELS, "cross_entropy", fails)
+    with pytest.raises(AttributeError, match="^of flce$"):
+        flce.cross_entropy(tensors("cpu")["logits"].detach().to_sparse(), tensors("cpu")["target"])
