@@ -19,8 +19,9 @@ typedef enum flce_variable {
 } flce_variable;
 
 /* Copies the variables again. Not while another thread is in it or in setenv: Python's calls are
- * preceded by it and hold the GIL (flce/operators.py). FLCE_OUT_OF_MEMORY: some copies are old. */
-flce_status flce_read_environment(void);
+ * preceded by it and hold the GIL (flce/operators.py). False: out of memory, some copies are old.
+ */
+bool flce_read_environment(void);
 
 /* The copy of a variable, NULL if it was not set. The text remains valid and the same. */
 const char* flce_variable_text(flce_variable variable);

@@ -37,12 +37,13 @@ def _call(name, known, operands, options, asked=None):
     if not known.keys() >= options.keys():
         table.check_names(name, known, options)
     kinds = (*map(type, operands), *map(type, options.values()))
-    others = [kind for kind in kinds if kind not in _PLAIN and issubclass(kind, torch.Tensor)]
-    if others and isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
-        return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
-    _check_tensors(name, operands, options)
-    if others and any(map(validate.is_dtensor, (*operands, *options.values()))):
-        operands, options = local_call(name, operands, options)
+    if strange := [kind for kind in kinds if kind not in _PLAIN]:
+        others = any(issubclass(kind, torch.Tensor) for kind in strange)
+        if others and isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
+            return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
+        _check_tensors(name, operands, options)
+        if others and any(map(validate.is_dtensor, (*operands, *options.values()))):
+            operands, options = local_call(name, operands, options)
     if options.get("options") is not None:
         options = with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and operands[1].requires_grad
@@ -73,8 +74,8 @@ def part_from(first_token):
 
 
 def _check_tensors(name, operands, options):
-    """Refuses what is no tensor among operands and options that have to be tensors. A tensor that
-    is not dense is refused where an operator fails (operators.py)."""
+    """Refuses what is no tensor among operands and options that have to be tensors. A plain tensor
+    that is not dense is refused where an operator fails (operators.py)."""
     names, given = _OPERANDS.get(name), options
     if name == "linear_divergence":
         teacher_weight, teacher_bias = operands[4:6]
@@ -82,10 +83,10 @@ def _check_tensors(name, operands, options):
         names = (*_OF_LINEAR, *(("teacher_logits",) if teacher_weight is None else of_teacher))
         given = {"teacher_bias": teacher_bias, **options}
     for operand, value in zip(names, operands, strict=False):
-        if not isinstance(value, torch.Tensor):
+        if type(value) not in _PLAIN:
             validate.check_tensor(operand, value)
     for option, value in given.items():
-        if option in _OPTIONAL and value is not None and not isinstance(value, torch.Tensor):
+        if option in _OPTIONAL and value is not None and type(value) not in _PLAIN:
             validate.check_tensor(option, value)
 
 

@@ -47,7 +47,7 @@ PyObject* get_variable(PyObject*, PyObject* name) {
 
 /* flce_read_environment() for Python, which holds the GIL here, as it does in os.putenv. */
 PyObject* read_environment(PyObject*, PyObject*) {
-  if (flce_read_environment() != FLCE_OK) return PyErr_NoMemory();
+  if (!flce_read_environment()) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 

@@ -28,18 +28,17 @@ static const char* lasting_copy(const char* text) {
   return value->text;
 }
 
-flce_status flce_read_environment(void) {
+bool flce_read_environment(void) {
   const char* const texts[] = {[FLCE_VARIABLE_CHECK] = getenv("FLCE_CHECK"),
                                [FLCE_VARIABLE_CPU_VARIANT] = getenv("FLCE_CPU_VARIANT"),
                                [FLCE_VARIABLE_KERNEL] = getenv("FLCE_KERNEL"),
                                [FLCE_VARIABLE_POISON] = getenv("FLCE_POISON")};
   for (int i = 0; i < FLCE_VARIABLE_COUNT; i++) {
     const char* copy = texts[i] ? lasting_copy(texts[i]) : NULL;
-    if (texts[i] && !copy)
-      return flce_fail(FLCE_OUT_OF_MEMORY, "no memory for copies of the environment variables");
+    if (texts[i] && !copy) return false;
     copies[i] = copy;
   }
-  return FLCE_OK;
+  return true;
 }
 
 __attribute__((constructor)) static void read_when_loaded(void) {

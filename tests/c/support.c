@@ -210,7 +210,7 @@ void test_set_variable(const char* name, const char* value) {
     setenv(name, value, 1);
   else
     unsetenv(name);
-  CHECK_OK(flce_read_environment());
+  CHECK(flce_read_environment(), "no memory for %s", name);
 }
 
 bool test_next_variant(int* index) {
