@@ -17,7 +17,7 @@ static _Atomic(const char*) copies[FLCE_VARIABLE_COUNT];
 
 /* The past value with this text, which it becomes if there is none. NULL: out of memory. */
 static const char* lasting_copy(const char* text) {
-  for (past_value* value = past_values; value; value = value->next)
+  for (const past_value* value = past_values; value; value = value->next)
     if (strcmp(value->text, text) == 0) return value->text;
   size_t size = strlen(text) + 1;
   past_value* value = malloc(sizeof *value + size);
