@@ -389,9 +389,10 @@ const char* flce_cpu_variant(void);
 
 /* The CUDA backend is a library of its own, libflce_cuda.so. Its exports are looked up by name. */
 typedef struct flce_cuda {
-  int device;      /* CUDA device index; has to be the current device of the calling thread */
-  void* stream;    /* cudaStream_t: all work is queued here */
-  bool allow_tf32; /* float32 GEMMs may use TF32 */
+  int device;         /* CUDA device index; has to be the current device of the calling thread */
+  void* stream;       /* cudaStream_t: all work is queued here */
+  bool allow_tf32;    /* float32 GEMMs may use TF32 */
+  const char* kernel; /* FLCE_KERNEL; NULL: "auto" */
 } flce_cuda;
 /* Exported as "flce_cuda_backend": fills `backend` with self = cuda, which must outlive it. */
 typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda, flce_backend* backend);

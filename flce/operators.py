@@ -5,6 +5,7 @@ import re
 
 import torch
 
+from ._C import read_environment
 from .validate import check_tensor, refusal
 
 library = torch.library.Library("flce", "FRAGMENT")
@@ -40,6 +41,7 @@ def run(op, *args):
 def run_plain(op, *args, **kwargs):
     """Calls an operator, whose exceptions it translates. Which class an exception of C++ arrives as
     differs between versions of torch, so its text has the status (binding/errors.h: Failure)."""
+    read_environment()  # with the GIL: the operator has none and does not call getenv
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
