@@ -123,10 +123,15 @@ def _loss_tensors(packed, tensors, target, *operands):
 
 def _of_ranks(packed, tensor):
     """The tensors of all ranks that divide the vocabulary; this rank's own is differentiable."""
-    collectives = torch.ops._c10d_functional
-    sent = tensor.detach().contiguous().unsqueeze(0)
-    received = collectives.all_gather_into_tensor(sent, packed.ranks, packed.group)
-    gathered = list(collectives.wait_tensor(received))
+    sent = tensor.detach().contiguous()
+    if is_traced():
+        functional = torch.ops._c10d_functional
+        received = functional.all_gather_into_tensor(sent.unsqueeze(0), packed.ranks, packed.group)
+        gathered = list(functional.wait_tensor(received))
+    else:
+        from .distributed import collectives  # torch may have been built without torch.distributed
+
+        gathered = list(collectives.gathered(packed.group, packed.ranks, sent))
     gathered[packed.rank] = tensor
     return gathered
 

@@ -7,7 +7,10 @@ namespace flce {
 
 namespace {
 
+/* torch has device indices of 8 bits, and takes a negative one for the current device. */
 Device cuda_device(int64_t index) {
+  if (index < 0 || index > INT8_MAX)
+    refuse("device", "the index of a CUDA device that is present", std::to_string(index));
   return Device({aoti_torch_device_type_cuda(), static_cast<int32_t>(index)}, false);
 }
 
