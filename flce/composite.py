@@ -128,10 +128,12 @@ def _of_ranks(packed, tensor):
         functional = torch.ops._c10d_functional
         received = functional.all_gather_into_tensor(sent.unsqueeze(0), packed.ranks, packed.group)
         gathered = list(functional.wait_tensor(received))
-    else:
-        from .distributed import collectives  # torch may have been built without torch.distributed
-
-        gathered = list(collectives.gathered(packed.group, packed.ranks, sent))
+    else:  # torch 2.11's functional collectives end the process for CUDA tensors over gloo
+        received = sent.new_empty((packed.ranks, *sent.shape))
+        exchange = packed.group, operators.COLLECTIVE_STATISTICS
+        operators.inner.comm_all_gather(*exchange, received.view(-1), sent.view(-1))
+        operators.inner.comm_wait(*exchange)
+        gathered = list(received)
     gathered[packed.rank] = tensor
     return gathered
 

@@ -14,6 +14,7 @@ inner = torch.ops.flce
 # Indices in enum flce_stat_row and enum flce_scalar of csrc/backend_args.h.
 STAT_LSE, STAT_ENTROPY, STAT_TAIL_LSE, STATS = 0, 4, 7, 8
 SCALAR_VALID, SCALARS = 0, 7
+COLLECTIVE_STATISTICS = 1  # in enum flce_collective_id of csrc/flce.h
 
 
 def lists_of(rest):

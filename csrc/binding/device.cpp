@@ -104,8 +104,7 @@ void Device::open_cuda(bool allow_tf32) {
   if (!library.current_stream)
     throw Failure(FLCE_UNSUPPORTED,
                   "a CUDA tensor, but no libtorch_cuda.so with the current stream is loaded");
-  if (aoti_torch_create_device_guard(id_.index, &guard_) != AOTI_TORCH_SUCCESS)
-    refuse("device", "the index of a CUDA device that is present", std::to_string(id_.index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(id_.index, &guard_));
   cuda_ = {id_.index, nullptr, allow_tf32, flce_variable_text(FLCE_VARIABLE_KERNEL)};
   const char* reason = nullptr;
   if (library.current_stream(id_.index, &cuda_.stream) != AOTI_TORCH_SUCCESS)

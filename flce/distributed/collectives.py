@@ -53,15 +53,6 @@ def _all_gather(group, id, received, sent):
     _works()[group, id] = _all_gather_single(received, sent, group=_group(group), async_op=True)
 
 
-def gathered(group, ranks, sent):
-    """The contiguous tensors `sent` of all ranks, (ranks, ...), on the current stream. By the
-    group's own collective: torch.ops._c10d_functional ends the process where a group over gloo gets
-    CUDA tensors (torch 2.11)."""
-    received = sent.new_empty((ranks, *sent.shape))
-    _all_gather_single(received.view(-1), sent.view(-1), group=_group(group))
-    return received
-
-
 def _all_to_all(group, id, received, sent):
     _works()[group, id] = dist.all_to_all_single(received, sent, group=_group(group), async_op=True)
 
