@@ -22,7 +22,8 @@ _IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OF_LINEAR = ("input", "linear_weight", "target")
 _OPERANDS = {"linear_cross_entropy": _OF_LINEAR, "cross_entropy": ("logits", "target")}
-_OPTIONAL = {"teacher_bias"} | table.TENSORS - {"num_items", "gradient_seed"}  # or numbers
+# What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
+_OPTIONAL = {"teacher_bias"} | table.TENSORS - {"num_items", "gradient_seed"}
 _KERNELS = {
     "linear_cross_entropy": composite.linear_cross_entropy_of,
     "linear_divergence": composite.linear_divergence_of,
@@ -74,7 +75,7 @@ def part_from(first_token):
 
 
 def _check_tensors(name, operands, options):
-    """Refuses what is no tensor among operands and options that have to be tensors. A plain tensor
+    """TypeError for an operand, or an option of _OPTIONAL, that is no tensor. A plain tensor
     that is not dense is refused where an operator fails (operators.py)."""
     names, given = _OPERANDS.get(name), options
     if name == "linear_divergence":
@@ -219,7 +220,7 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
-            (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
+            (the gradients, made in the forward; mean and sum only), "stats" (eight numbers per row;
             the backward recomputes the logits) or "auto", one of these (docs/memory.md).
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory, of
@@ -243,7 +244,9 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
             outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
             loss's; with save="grads" the backward then recomputes all gradients.
-        return_tail_lse: with `classes` or `topk`: the logsumexp of all other classes; as lse.
+        return_tail_lse: requires `classes` or `topk`: tail_lse, shape (...), of the loss's dtype,
+            the logsumexp of the row's final logits over the classes that are not in class_logits,
+            -inf if there are none. Differentiable; not with gradient="sampled".
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
@@ -277,7 +280,7 @@ def composed_call(input, linear_weight, target, *, asked, **options):
 
 
 def with_local_factors(options):
-    """`options` with the local parts of what is applied to losses of rows that are local."""
+    """`options` with local tensors in place of replicated DTensors as token_weight, num_items."""
     names = [name for name in ("token_weight", "num_items") if name in options]
     return options | {name: validate.local_replica(name, options[name]) for name in names}
 
@@ -286,7 +289,7 @@ def cross_entropy(logits, target, **options):
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient. Saved
-    between the two: the logits and seven float32 numbers per row, no log-probabilities.
+    between the two: the logits and eight float32 numbers per row, no log-probabilities.
 
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.

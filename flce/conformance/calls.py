@@ -79,7 +79,7 @@ def no_grad(loss: Loss, case: Case, given: Operands) -> Results:
 
 
 def repeated(loss: Loss, case: Case, given: Operands) -> Results:
-    """Of the second call, the results that have the bits of the first's."""
+    """The results of two equal calls; in place of those of the second whose bits differ, a text."""
     first, second = once(loss, case, given, again=True), once(loss, case, given)
 
     def compared(one: torch.Tensor | str, other: torch.Tensor | str) -> torch.Tensor | str:

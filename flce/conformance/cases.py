@@ -22,8 +22,8 @@ class Case:
     """One call. `group` and `name` are for the report alone.
 
     logits: normal (standard deviation 2), flat (0.01), extreme (60), huge (5000), peaked (one class
-    25 above the others, in every second row the target's), or offset (`offset` added to all of a
-    row). targets: any, equal (one class), or edge: near 0, near V - 1, next to multiples of 128.
+    about 12 above the others, in every second row the target's), or offset (`offset` added to all
+    of a row). targets: any, equal (one class), or edge: near 0, near V - 1, next to multiples of 128.
     ignored: none, some, first, last, all. poisoned: the ignored rows of x hold NaN.
     upstream: the gradient of the loss: one, zero, other; scaled: 65536; expanded: one number for
     all rows; strided: a vector that is not contiguous.
@@ -179,7 +179,7 @@ def _calls() -> typing.Iterator[Case]:
 
 
 def _each(group, settings, **others) -> typing.Iterator[Case]:
-    """A case for each of the settings with each dtype and reduction."""
+    """A case for each setting, reduction and dtype of SINGLE_AND_HALVES."""
     for dtype, reduction, setting in itertools.product(SINGLE_AND_HALVES, REDUCTIONS, settings):
         given = others | setting | {"reduction": reduction}
         name = f"{_text(setting)}, {reduction}"
@@ -211,7 +211,7 @@ _SETTINGS += [{"call": call} for call in ("second backward", "interleaved", "no_
 
 def _pairs() -> typing.Iterator[Case]:
     """Every two settings together, all else plain; in float32, whose tolerance is the smallest of
-    what all implementations offer, and in bfloat16."""
+    what all implementations offer, and in bfloat16, unless float64 is one of the two."""
     for one, other in itertools.combinations(_SETTINGS, 2):
         if any(one[name] != other[name] for name in one.keys() & other.keys()):
             continue

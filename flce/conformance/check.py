@@ -30,9 +30,9 @@ class Adapter:
     `softcap`, `label_smoothing`, `z_loss`, `weight` (V,) only where a case has them.
 
     offers: what it supports, of FEATURES and the names of dtypes. refuses: why it supports no such
-    case for another reason that it states itself, such as sizes, or "". rounds: how often it says
-    that it rounds. half_loss: the loss of bfloat16 or float16 operands may have their dtype, which
-    rounds it once; without it, a loss that is not float32 or float64 is a failure."""
+    case for another reason that it states itself, such as sizes, or "". rounds(case, device): the
+    Rounding that it declares. half_loss: the loss of bfloat16 or float16 operands may have their
+    dtype, which rounds it once; without it, a loss that is not float32 or float64 is a failure."""
 
     name: str
     loss: typing.Callable[..., torch.Tensor]
@@ -43,7 +43,7 @@ class Adapter:
     half_loss: bool = False
 
     def __post_init__(self) -> None:
-        """A misspelled name would count as not offered what it was to offer."""
+        """Refuses unknown names: a misspelled feature would count as not offered."""
         known, self.offers = {*FEATURES, *NAMES}, frozenset(self.offers)
         if unknown := self.offers - known:
             expected = f"some of {', '.join(sorted(known))}"

@@ -16,7 +16,7 @@ _UPSTREAM = {"one": 1.0, "zero": 0.0, "expanded": 0.375, "scaled": 65536.0}  # t
 
 class Operands(typing.NamedTuple):
     """The tensors of a case. `leaves`: by name, those of which gradients are asked for; of a tied
-    case "weight" alone. `rows`: of a tied case, the rows of w that x is, or None."""
+    case without "input". `rows`: of a tied case, the rows of w that x is, or None."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -139,7 +139,8 @@ def _class_weights(case, y, draws, device):
 
 
 def _upstream(case, draws, device):
-    """Exact in every dtype; of both signs, with some zeros, where there is one for each row."""
+    """Exact in every dtype, but for 65536 in float16 (Adapter.lacks). Of both signs, with some
+    zeros, where there is one for each row."""
     if case.reduction == "none" and case.upstream in ("other", "strided"):
         each = torch.randint(-8, 9, (case.tokens,), generator=draws, device=device) / 4
         return _laid_out(case.upstream, each)
