@@ -90,10 +90,13 @@ def torch_chunked(name):
     def logits(case, device):  # "compact", what "auto" is on CUDA, keeps float16 logits
         return case.dtype == "float16" and device.type == "cuda"
 
+    def refuses(case):  # "retain_graph=True / double backward are not supported"
+        return "a second backward" if case.call.endswith(("backward", "backwards")) else ""
+
     # With label smoothing it warns and computes all logits: another function.
     offers = offering("bias", "weight", "sum", "none", "ignore_index", "strided", "no rows")
-    version = torch.__version__
-    return Adapter(name, loss, offers | {"float64"}, rounding(logits, early=True), version=version)
+    offers, rounds, version = offers | {"float64"}, rounding(logits, early=True), torch.__version__
+    return Adapter(name, loss, offers, rounds, refuses, version, half_loss=True)
 
 
 # ---- other packages ----

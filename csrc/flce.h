@@ -250,12 +250,12 @@ flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t voca
 /* FLCE_INVALID_ARGUMENT if a parameter of the loss is out of its range; the message names it. */
 flce_status flce_check_loss(const flce_problem* problem);
 
-/* *valid, unless `valid` is NULL, = the number of the problem's targets, in host memory, that are
- * not ignored. FLCE_TARGET_OUT_OF_RANGE if one of these is none of `classes`. */
+/* Checks targets in host memory: FLCE_TARGET_OUT_OF_RANGE if one is neither ignore_index nor from 0
+ * to classes - 1. *valid, unless `valid` is NULL: the number of targets that are not ignored. */
 flce_status flce_check_targets(const flce_problem* problem, const int64_t* target, int64_t classes,
                                int64_t* valid);
 
-/* FLCE_INVALID_ARGUMENT for `items` 0 with valid rows: their mean would be none. */
+/* FLCE_INVALID_ARGUMENT for `items` 0 with valid rows, whose mean would divide by 0. */
 flce_status flce_check_items(double items, int64_t valid);
 
 /* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
@@ -323,7 +323,7 @@ typedef struct flce_tensors {
    * the forward: the classes of this rank with the largest logits, the lowest first of equal ones;
    * -1 beyond the number of classes, and in rows that are not valid. */
   int64_t* classes;
-  /* [N][row_classes] stat dtype, written by the forward, and read by a backward that
+  /* [N][row_classes] stat dtype, written by the forward, and read by a backward with
    * has_grad_classes: z of the classes, with the bias; 0 where there is none or the row is ignored,
    * and for other ranks' classes. */
   void* class_logits;
@@ -389,9 +389,10 @@ const char* flce_cpu_variant(void);
 
 /* The CUDA backend is a library of its own, libflce_cuda.so. Its exports are looked up by name. */
 typedef struct flce_cuda {
-  int device;      /* CUDA device index; has to be the current device of the calling thread */
-  void* stream;    /* cudaStream_t: all work is queued here */
-  bool allow_tf32; /* float32 GEMMs may use TF32 */
+  int device;         /* CUDA device index; has to be the current device of the calling thread */
+  void* stream;       /* cudaStream_t: all work is queued here */
+  bool allow_tf32;    /* float32 GEMMs may use TF32 */
+  const char* kernel; /* FLCE_KERNEL; NULL: "auto" */
 } flce_cuda;
 /* Exported as "flce_cuda_backend": fills `backend` with self = cuda, which must outlive it. */
 typedef flce_status (*flce_cuda_backend_fn)(flce_cuda* cuda, flce_backend* backend);

@@ -29,9 +29,10 @@ flce_status flce_find_gpu(const char* text, flce_gpu* gpu);
 
 /* The facts of the CUDA backend on that GPU. The scratch of CUB in order_bytes, compact_bytes and
  * sample_bytes is an estimate, because it depends on CUB's version: the CUDA backend replaces these
- * three. FLCE_KERNEL counts (sm90: which kernels run). FLCE_UNSUPPORTED beyond the limits of
- * flce_check_order and of order_samples. */
-flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_problem* problem, flce_facts* facts);
+ * three. `kernel`: FLCE_KERNEL, NULL for "auto": which kernels run on sm90. FLCE_UNSUPPORTED beyond
+ * the limits of flce_check_order and of order_samples. */
+flce_status flce_gpu_facts(const flce_gpu* gpu, const char* kernel, const flce_problem* problem,
+                           flce_facts* facts);
 
 /* A backend with facts and no other function, for flce_plan_call. */
 void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend);

@@ -35,14 +35,6 @@ flce_status flce_fail(flce_status status, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 const char* flce_last_error(void);
 
-/* True if FLCE_POISON=1, which is for tests: outputs and workspaces are filled with NaN before use,
- * and the CPU's bfloat16 GEMM emulates AMX, where oneDNN reads A beyond its k columns. */
-bool flce_poisons(void);
-enum {
-  FLCE_POISON_FLOAT = 0xff, /* fill byte: NaN in every float dtype */
-  FLCE_POISON_INT = 0x7f    /* fill byte of integers: 0xff would be -1, which is a valid value */
-};
-
 /* Returns from the calling function if `call` fails. */
 #define FLCE_TRY(call)                                        \
   do {                                                        \

@@ -92,7 +92,7 @@ def linear_loss(
 
 
 class _Outputs(typing.NamedTuple):
-    """What loss_fn gets: the arguments of these names."""
+    """The arguments `entropy` and `tail` of linear_loss: what loss_fn gets beside log p."""
 
     entropy: str | None
     tail: bool
@@ -128,7 +128,8 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, output
 
 
 def _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options):
-    """The checks before the chunks', whose calls check the rest; (K,), or () without K classes."""
+    """Checks what can be checked before the first chunk, whose call checks the rest. Returns (K,)
+    for a target (..., K), else ()."""
     given = {"target": target, **operands}
     for name, tensor in given.items():
         validate.check_tensor(name, tensor)
@@ -239,14 +240,14 @@ def _check_graph(value, given):
 class _Sum:
     """The sum over the chunks of the gradients of `leaf`, an operand of all rows, in `dtype`.
 
-    `by_products`: the products of a chunk add to it, in the attribute of `leaf` that
-    accumulate_into then has to name.
+    `gemm_accumulates`: the dW GEMM of each chunk adds to the `attribute` of `leaf`, "grad" or
+    "main_grad", which is the value of accumulate_into of its call.
     """
 
-    def __init__(self, leaf, dtype, by_products):
+    def __init__(self, leaf, dtype, gemm_accumulates):
         self.leaf, self.dtype, self.total = leaf, dtype, None
         self.attribute = None
-        if by_products:
+        if gemm_accumulates:
             self.attribute = "grad" if dtype == leaf.dtype else "main_grad"
         if self.attribute == "main_grad":
             leaf.main_grad = torch.zeros_like(leaf, dtype=dtype)
@@ -303,8 +304,8 @@ class _Chunks:
             self.whole[name] = leaf.requires_grad_(name in self.needs)
             if name in self.needs:
                 dtype = torch.float32 if widens and leaf.dtype.itemsize == 2 else leaf.dtype
-                by_products = name == "linear_weight" and not has_adapter
-                self.sums[name] = _Sum(leaf, dtype, by_products)
+                gemm_accumulates = name == "linear_weight" and not has_adapter
+                self.sums[name] = _Sum(leaf, dtype, gemm_accumulates)
         self.grads = {n: torch.zeros_like(self.rows[n]) for n in _OF_ROWS if n in self.needs}
 
     def _widens_sums(self, count):

@@ -8,6 +8,7 @@ import typing
 import torch
 
 from . import composite, validate
+from ._C import getenv
 from .options import RETURNS, defaults, ignore_index_of
 
 _DEFAULTS = {**defaults(), **dict.fromkeys(RETURNS, False)}
@@ -20,33 +21,36 @@ def check_ids(name, ids):
         validate.refuse(name, "int64 or int32 class indices of shape (..., K), K at least 1", got)
 
 
-def _target_of(ids, ignore_index, chances=None):
-    """A target for the rows of `ids` (..., K): a row's class of the largest chance, or its first,
-    or `ignore_index` without any; its index (..., 1); and the mask of ids that are none."""
+def _target_of(ids, ignore_index, probabilities=None):
+    """(target, index, absent) of `ids` (..., K): for each row the class of the largest probability,
+    without `probabilities` the first id that is not ignore_index, or ignore_index if all are; its
+    index (..., 1) in ids; the mask of ids that are ignore_index."""
     check_ids("ids", ids)
     absent = validate.is_equal(ids, ignore_index_of(ignore_index))
-    chances = (~absent).byte() if chances is None else chances.masked_fill(absent, -math.inf)
-    at = chances.argmax(dim=-1, keepdim=True)
+    order = (~absent).byte()
+    if probabilities is not None:
+        order = probabilities.masked_fill(absent, -math.inf)
+    at = order.argmax(dim=-1, keepdim=True)
     return ids.gather(-1, at).squeeze(-1), at, absent
 
 
-_LIKELY = 0.7  # -log p below which a class has about half of the probability or more
+_LIKELY_NLL = 0.7  # a target with a smaller -log p has a probability of about 1/2 or more
 
 
 def _logprobs_of_classes(made, at):
     """log p (..., K) of a call's class_logits; `at`: index of the target among the classes.
 
-    They follow from the target's log p, which a large lse does not round, but where its logit is
-    -inf. So does their gradient where the target is likely: that of its loss is p - 1 without
-    cancellation. Elsewhere it follows from lse: the gradient of all other classes would cancel in
-    the target's, which may be small.
+    The values are l_k - l_y + log p_y, as l_k - lse would have the rounding error of a large lse;
+    where l_y is -inf they are l_k - lse. The gradient takes the same way where the target y is
+    likely, as the operator computes p_y - 1 without cancellation. Elsewhere it goes through lse:
+    through log p_y the classes' gradients would cancel in the target's column.
     """
     own = made.class_logits.gather(-1, at)
     nll, lse = made.loss.unsqueeze(-1), made.lse.unsqueeze(-1)
     from_lse = made.class_logits - lse
     from_target = made.class_logits - own - nll
     rounding = (lse - own - nll).detach()  # of lse
-    finite = torch.where(nll < _LIKELY, from_target, from_lse + rounding)
+    finite = torch.where(nll < _LIKELY_NLL, from_target, from_lse + rounding)
     return torch.where(own.isinf(), from_lse, finite)
 
 
@@ -70,8 +74,8 @@ _NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
 
 
 def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
-    """linear_cross_entropy with probabilities of K classes of each row; `call`: that function,
-    `options`: all of its."""
+    """linear_cross_entropy with probabilities of K classes of each row. `call`: composed_call of
+    functional.py, or a stand-in; `options`: all of linear_cross_entropy, defaults included."""
     asked = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
     for name in _NOT_OF_SPARSE:
         given = options.pop(name)
@@ -107,8 +111,8 @@ class RowLosses(typing.NamedTuple):
 
     @classmethod
     def of_options(cls, options, input, shape):
-        """Takes its options out of `options` and checks them, with z_loss and return_lse, which
-        stay; `shape`: of the rows."""
+        """Pops its three options from `options` and checks them; checks z_loss and return_lse too,
+        but leaves these. `shape`: of the rows."""
         names = ("reduction", "z_loss", "return_lse", "token_weight", "num_items")
         checked = {name: options[name] for name in names if name in options}
         validate.check_tensor("input", input)
@@ -133,6 +137,7 @@ class RowLosses(typing.NamedTuple):
             return rows if self.reduction == "none" else rows.sum()
         valid = (~ignored).sum().to(rows.dtype)
         items = self.num_items
-        if type(items) is torch.Tensor and items.is_cpu and not composite.is_traced():
-            validate.check_items(items, valid)
+        if type(items) is torch.Tensor and not composite.is_traced():
+            if items.is_cpu or getenv("FLCE_CHECK") not in (None, "", "0"):
+                validate.check_items(items, valid)
         return composite.mean_of(rows.sum(), valid, items)

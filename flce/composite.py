@@ -123,10 +123,17 @@ def _loss_tensors(packed, tensors, target, *operands):
 
 def _of_ranks(packed, tensor):
     """The tensors of all ranks that divide the vocabulary; this rank's own is differentiable."""
-    collectives = torch.ops._c10d_functional
-    sent = tensor.detach().contiguous().unsqueeze(0)
-    received = collectives.all_gather_into_tensor(sent, packed.ranks, packed.group)
-    gathered = list(collectives.wait_tensor(received))
+    sent = tensor.detach().contiguous()
+    if is_traced():
+        functional = torch.ops._c10d_functional
+        received = functional.all_gather_into_tensor(sent.unsqueeze(0), packed.ranks, packed.group)
+        gathered = list(functional.wait_tensor(received))
+    else:  # torch 2.11's functional collectives end the process for CUDA tensors over gloo
+        received = sent.new_empty((packed.ranks, *sent.shape))
+        exchange = packed.group, operators.COLLECTIVE_STATISTICS
+        operators.inner.comm_all_gather(*exchange, received.view(-1), sent.view(-1))
+        operators.inner.comm_wait(*exchange)
+        gathered = list(received)
     gathered[packed.rank] = tensor
     return gathered
 

@@ -20,6 +20,10 @@ _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
 OF_LOGPROBS = {name: value for name, value in table.defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OF_LINEAR = ("input", "linear_weight", "target")
+_OPERANDS = {"linear_cross_entropy": _OF_LINEAR, "cross_entropy": ("logits", "target")}
+# What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
+_OPTIONAL = {"teacher_bias"} | table.TENSORS - {"num_items", "gradient_seed"}
 _KERNELS = {
     "linear_cross_entropy": composite.linear_cross_entropy_of,
     "linear_divergence": composite.linear_divergence_of,
@@ -34,31 +38,24 @@ def _call(name, known, operands, options, asked=None):
     if not known.keys() >= options.keys():
         table.check_names(name, known, options)
     kinds = (*map(type, operands), *map(type, options.values()))
-    others = [kind for kind in kinds if kind not in _PLAIN and issubclass(kind, torch.Tensor)]
-    if others:
-        if isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
+    if strange := [kind for kind in kinds if kind not in _PLAIN]:
+        others = any(issubclass(kind, torch.Tensor) for kind in strange)
+        if others and isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
             return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
-        if any(map(validate.is_dtensor, (*operands, *options.values()))):
+        _check_tensors(name, operands, options)
+        if others and any(map(validate.is_dtensor, (*operands, *options.values()))):
             operands, options = local_call(name, operands, options)
     if options.get("options") is not None:
         options = with_torch_options(operands[1], options)
-    gets_gradient = torch.is_grad_enabled() and getattr(operands[1], "requires_grad", False)
-    accumulates = options.get("accumulate_into") is not None and gets_gradient
+    gets_gradient = torch.is_grad_enabled() and operands[1].requires_grad
     of_call = {} if asked is None else {"asked": asked}
-    if accumulates:
+    if options.get("accumulate_into") is not None and gets_gradient:
         accumulate.refuse_tracing()
-    try:
-        if accumulates:
-            # torch.compile would trace it after the graph break at refuse_tracing.
-            made = validate.untraced(_KERNELS[name])(*operands, options, **of_call)
-        elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
-            made = _through_operator(name, operands, options)
-        else:
-            made = _KERNELS[name](*operands, options, **of_call)
-    except AttributeError:
-        _check_tensors(name, operands, options)
-        raise
-    return _result(made)
+        # torch.compile would trace it after the graph break at refuse_tracing.
+        return _result(validate.untraced(_KERNELS[name])(*operands, options, **of_call))
+    if torch.compiler.is_compiling() or validate.function_transforms_are_on():
+        return _result(_through_operator(name, operands, options))
+    return _result(_KERNELS[name](*operands, options, **of_call))
 
 
 def _result(made):
@@ -78,16 +75,20 @@ def part_from(first_token):
 
 
 def _check_tensors(name, operands, options):
-    first = ("logits",) if name == "cross_entropy" else ("input", "linear_weight")
-    gives_logits = len(operands) > 4 and operands[4] is None
-    of_teacher = "teacher_logits" if gives_logits else "teacher_input"
-    names = *first, "target", of_teacher, "teacher_weight", "teacher_bias"
-    given = dict(zip(names, operands, strict=False))
-    given = {n: v for n, v in given.items() if v is not None or not n.startswith("teacher")}
-    others = table.TENSORS - {"num_items", "gradient_seed"}
-    given |= {option: options[option] for option in others if options.get(option) is not None}
+    """TypeError for an operand, or an option of _OPTIONAL, that is no tensor. A plain tensor
+    that is not dense is refused where an operator fails (operators.py)."""
+    names, given = _OPERANDS.get(name), options
+    if name == "linear_divergence":
+        teacher_weight, teacher_bias = operands[4:6]
+        of_teacher = ("teacher_input", "teacher_weight")
+        names = (*_OF_LINEAR, *(("teacher_logits",) if teacher_weight is None else of_teacher))
+        given = {"teacher_bias": teacher_bias, **options}
+    for operand, value in zip(names, operands, strict=False):
+        if type(value) not in _PLAIN:
+            validate.check_tensor(operand, value)
     for option, value in given.items():
-        validate.check_tensor(option, value)
+        if option in _OPTIONAL and value is not None and type(value) not in _PLAIN:
+            validate.check_tensor(option, value)
 
 
 def _has_override(tensor):
@@ -219,7 +220,7 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         logits_dtype: torch.float32 (None) keeps the logits exact; the operands' own dtype lets
             them be rounded, as an eager head does, and as bfloat16 on the CPU always does.
         save: what the forward keeps for the backward: "logits" (N V elements, fastest), "grads"
-            (the gradients, made in the forward; mean and sum only), "stats" (seven numbers per row;
+            (the gradients, made in the forward; mean and sum only), "stats" (eight numbers per row;
             the backward recomputes the logits) or "auto", one of these (docs/memory.md).
         max_memory: upper bound of the logits buffer in bytes, or text such as "512MiB". None: the
             variable FLCE_MAX_MEMORY, else the smaller of 1 GiB and 1/8 of the device's memory, of
@@ -243,7 +244,9 @@ def linear_cross_entropy(input, linear_weight, target, **options):
         return_lse, return_entropy, return_accuracy, return_predictions, return_z_loss: more
             outputs, from the same pass. Gradients of lse or entropy use the same two GEMMs as the
             loss's; with save="grads" the backward then recomputes all gradients.
-        return_tail_lse: with `classes` or `topk`: the logsumexp of all other classes; as lse.
+        return_tail_lse: requires `classes` or `topk`: tail_lse, shape (...), of the loss's dtype,
+            the logsumexp of the row's final logits over the classes that are not in class_logits,
+            -inf if there are none. Differentiable; not with gradient="sampled".
 
     Returns:
         The loss, float64 for float64 operands and float32 for all others; shape () or, for
@@ -277,7 +280,7 @@ def composed_call(input, linear_weight, target, *, asked, **options):
 
 
 def with_local_factors(options):
-    """`options` with the local parts of what is applied to losses of rows that are local."""
+    """`options` with local tensors in place of replicated DTensors as token_weight, num_items."""
     names = [name for name in ("token_weight", "num_items") if name in options]
     return options | {name: validate.local_replica(name, options[name]) for name in names}
 
@@ -286,7 +289,7 @@ def cross_entropy(logits, target, **options):
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient. Saved
-    between the two: the logits and seven float32 numbers per row, no log-probabilities.
+    between the two: the logits and eight float32 numbers per row, no log-probabilities.
 
     Args:
         logits: shape (..., V), classes last; float64, float32, bfloat16 or float16, CPU or CUDA.

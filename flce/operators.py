@@ -5,6 +5,7 @@ import re
 
 import torch
 
+from ._C import read_environment
 from .validate import check_tensor, refusal
 
 library = torch.library.Library("flce", "FRAGMENT")
@@ -13,6 +14,7 @@ inner = torch.ops.flce
 # Indices in enum flce_stat_row and enum flce_scalar of csrc/backend_args.h.
 STAT_LSE, STAT_ENTROPY, STAT_TAIL_LSE, STATS = 0, 4, 7, 8
 SCALAR_VALID, SCALARS = 0, 7
+COLLECTIVE_STATISTICS = 1  # in enum flce_collective_id of csrc/flce.h
 
 
 def lists_of(rest):
@@ -40,6 +42,7 @@ def run(op, *args):
 def run_plain(op, *args, **kwargs):
     """Calls an operator, whose exceptions it translates. Which class an exception of C++ arrives as
     differs between versions of torch, so its text has the status (binding/errors.h: Failure)."""
+    read_environment()  # with the GIL: the operator has none and does not call getenv
     try:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)

@@ -71,7 +71,9 @@ def options_of(x, w, y):
     for save in ("stats", "logits"):
         yield {"softcap": 20.0, "reduction": "none", "save": save, "linear_bias": bias}
     yield {"topk": 3, "return_predictions": True}
-    yield {"classes": torch.randint(vocab, (tokens, 4), device="cuda"), "reduction": "sum"}
+    classes = torch.randint(vocab, (tokens, 4), device="cuda")
+    yield {"classes": classes, "reduction": "sum"}
+    yield {"classes": classes, "reduction": "none", "return_lse": True, "return_tail_lse": True}
 
 
 def sampled(x, w, y):

@@ -91,6 +91,12 @@ def test_files_of_the_core_use_each_other_one_way():
     assert_no_circle(uses)
 
 
+def test_calls_do_not_use_getenv():
+    """It races setenv of another thread; these two files use it where Python's GIL is held."""
+    users = {str(p.relative_to(CSRC)) for p in SOURCES if re.search(r"\bgetenv\(", p.read_text())}
+    assert users == {"core/environment.c", "binding/module.cpp"}
+
+
 def test_each_file_says_what_belongs_in_it():
     for path in SOURCES:
         assert path.read_text().startswith(("/* ", "// ")), f"{path} begins without a comment"

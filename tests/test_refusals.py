@@ -5,14 +5,18 @@ The same value is given to every function, Module and operator that has the argu
 
 import functools
 import inspect
+import locale
 import math
 import re
+import shutil
+import subprocess
 
 import cases
 import pytest
 import torch
 
 import flce
+from flce import functional
 from flce.options import DTYPES, OPTIONS, RETURNS
 
 TOKENS, HIDDEN, VOCAB = 6, 8, 11
@@ -541,3 +545,52 @@ def test_subclasses_are_taken(device):
     for name, plain in call.items():
         marked = plain.detach().as_subclass(Marked)
         assert flce.linear_cross_entropy(**{**call, name: marked}) == expected
+
+
+@pytest.mark.parametrize("argument", ["logits", "target", "weight", "token_weight"])
+def test_types_are_checked_before_the_call(argument, monkeypatch):
+    def fails(*operands, **others):
+        raise AssertionError("called")
+
+    monkeypatch.setitem(functional._KERNELS, "cross_entropy", fails)
+    given = {name: tensors("cpu")[name] for name in ("logits", "target", "weight", "token_weight")}
+    with pytest.raises(TypeError, match=f"^{argument}: expected a tensor, got list$"):
+        flce.cross_entropy(**{**given, argument: [1.0]})
+
+
+def test_an_error_of_flce_itself_is_not_taken_for_one_of_the_caller(monkeypatch):
+    def fails(*operands, **others):
+        raise AttributeError("of flce")
+
+    monkeypatch.setitem(functional._KERNELS, "cross_entropy", fails)
+    with pytest.raises(AttributeError, match="^of flce$"):
+        flce.cross_entropy(tensors("cpu")["logits"].detach().to_sparse(), tensors("cpu")["target"])
+
+
+@pytest.fixture
+def decimal_comma(tmp_path, monkeypatch):
+    """C code of this process writes 1,5."""
+    localedef = shutil.which("localedef") or pytest.skip("no localedef")
+    name = tmp_path / "de_DE.UTF-8"
+    command = [localedef, "-i", "de_DE", "-f", "UTF-8", str(name)]
+    if subprocess.run(command, capture_output=True).returncode or not name.exists():
+        pytest.skip("no source of a locale")
+    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    before = locale.setlocale(locale.LC_NUMERIC)
+    locale.setlocale(locale.LC_NUMERIC, name.name)
+    yield
+    locale.setlocale(locale.LC_NUMERIC, before)
+
+
+def test_numbers_have_a_point_in_every_locale(decimal_comma):
+    assert locale.localeconv()["decimal_point"] == ","
+    valid = tensors("cpu")
+    operands = [valid[name] for name in ("input", "linear_weight", "target")]
+    for value in (1.5, -0.1, 12345.678, 1.25e20, 1e17, -2.0, -1e-7, INF):
+        expected = f"label_smoothing: .* got {re.escape(repr(value))}$"
+        with pytest.raises(ValueError, match=expected):
+            flce.linear_cross_entropy(*operands, label_smoothing=value)
+    student = [one.detach() for one in operands[:2]]
+    for beta in (1.5, 1.0000000001, -1e-7):
+        with pytest.raises(ValueError, match=f"^beta: .* got {re.escape(repr(beta))}$"):
+            flce.linear_divergence(*student, *student, divergence="jsd", beta=beta)

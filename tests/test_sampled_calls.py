@@ -147,7 +147,8 @@ def test_compiled_class_outputs(device, name):
             total = total + (made[2].logprobs if name == "topk" else made.class_logits).sum()
         return torch.autograd.grad(total, leaves)
 
-    assert all(map(torch.equal, grads_of(compiled, False), grads_of(function, False)))
+    for ours, expected in zip(grads_of(compiled, False), grads_of(function, False), strict=True):
+        assert cases.relative_error(ours, expected.double()) <= 1e-6
     with pytest.raises(ValueError, match='gradient: expected "exact" for a gradient of class_log'):
         grads_of(function, True)
     assert all(grad.isnan().any() for grad in grads_of(compiled, True))

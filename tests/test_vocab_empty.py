@@ -26,7 +26,8 @@ def cross_entropy(x, w, b, y, **options):
 
 
 def logprobs(x, w, b, y, **options):
-    made, entropy, top = flce.linear_logprobs(x, w, y, linear_bias=b, return_topk=3, **options)
+    options = {"linear_bias": b, "return_topk": 3, "tail": True, **options}
+    made, entropy, top = flce.linear_logprobs(x, w, y, **options)
     return [made, entropy, *top]
 
 
@@ -37,7 +38,7 @@ def ids_of(y):
 
 
 def logprobs_at(x, w, b, y, **options):
-    return [flce.linear_logprobs_at(x, w, ids_of(y), linear_bias=b, **options)]
+    return [flce.linear_logprobs_at(x, w, ids_of(y), tail=True, linear_bias=b, **options)]
 
 
 def loss_of_chunks(x, w, b, y, **options):

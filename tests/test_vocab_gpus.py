@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from processes import run_on_ranks
 from test_cuda import captured
+from test_divergence import KINDS
 from test_vocab_empty import compare_all, ends_without
 from test_vocab_failures import Preempted, interrupting
 from torch import nn
@@ -179,6 +180,34 @@ def check_ranks_without_a_class():
     assert not own.failures, "\n".join(own.failures)
 
 
+def check_divergences():
+    """In 16 bits, of ragged shards, each rank in turn without a class, and of even ones."""
+    ranks, rank, vocab = dist.get_world_size(), dist.get_rank(), 9001
+    ragged = [5000 * one // (ranks - 1) for one in range(ranks - 1)] + [vocab]
+    divided = [[*ragged[: at + 1], *ragged[at:]] for at in range(ranks)]
+    divided.append([vocab * one // ranks for one in range(ranks + 1)])
+    for dtype, kind in itertools.product((torch.bfloat16, torch.float16), KINDS):
+        x, w, *_ = draw(1000, 256, vocab, dtype, {})
+        x_t, w_t, *_ = draw(1000, 128, vocab, dtype, {})
+        one, dx, dw = run_divergence(x, w, x_t, w_t, divergence=kind)
+        for starts in divided:
+            own = slice(starts[rank], starts[rank + 1])
+            vp = flce.VocabParallel(dist.group.WORLD, vocab=vocab, start=own.start)
+            options = {"divergence": kind, "vocab_parallel": vp}
+            made = run_divergence(x, w[own], x_t, w_t[own], **options)
+            setting = f"{dtype} {kind} {starts}"
+            assert off(made[0], one) < 1e-4, (setting, made[0], one)
+            assert off(made[1], dx) < TOLERANCE[dtype], (setting, off(made[1], dx))
+            assert off(made[2], dw[own]) < TOLERANCE[dtype], (setting, off(made[2], dw[own]))
+
+
+def run_divergence(x, w, x_t, w_t, **options):
+    """The divergence, and its gradients of x and w."""
+    leaves = [one.clone().requires_grad_() for one in (x, w)]
+    loss = flce.linear_divergence(*leaves, x_t, w_t, **options)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
 def check_graph():
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
     vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
@@ -289,6 +318,7 @@ def check_all(transport):
     checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity}
     checks |= {"ranks without a class": check_ranks_without_a_class}
+    checks |= {"divergences": check_divergences}
     checks |= {"graph": check_graph, "interrupts": check_interrupts}
     if transport == "one GPU":
         share_one_gpu()

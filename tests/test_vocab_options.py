@@ -28,7 +28,7 @@ def of_losses(shard):
     """By name: the options of rank 0 and of rank 1. `shard`: makes a tensor of a rank's classes."""
     sampled, offsets = {"gradient": "sampled"}, torch.tensor([0, TOKENS])
     adapter = {"adapter_input": rows(2), "adapter_weight": shard(2)}
-    shifted = {"shift": 1, "cu_seqlens": offsets}
+    shifted, top = {"shift": 1, "cu_seqlens": offsets}, {"topk": 2}
 
     class Torchs:  # torch.nn.LinearCrossEntropyOptions
         acc_dtype, acc_policy, batch_chunk_size = torch.float32, "", None
@@ -65,6 +65,7 @@ def of_losses(shard):
         "topk": ({"topk": 2}, {"topk": 3}),
         **{name: ({}, {name: True}) for name in RETURNS},
         "return_entropy": ({"return_entropy": "detached"}, {"return_entropy": True}),
+        "return_tail_lse": (top, {**top, "return_tail_lse": True}),
     }
 
 
@@ -91,7 +92,7 @@ def of_divergences(shard, target):
 # What is named in place of an option that becomes another.
 NAMED = {"adapter_input": "input", "adapter_weight": "input", "options": "accum_dtype"}
 NAMED |= {"return_predictions": "wants_predictions", "return_accuracy": "wants_predictions"}
-NAMED |= {"return_lse": "wants_lse"}
+NAMED |= {"return_lse": "wants_lse", "return_tail_lse": "wants_tail"}
 NAMED |= {"return_z_loss": "wants_statistics", "return_entropy": "entropy_gradient"}
 
 

@@ -2,8 +2,9 @@
  * flce.linear_cross_entropy does. */
 #include "binding/call.h"
 
-#include <cstdlib>
 #include <cstring>
+
+#include "environment.h"
 
 namespace flce {
 
@@ -205,7 +206,7 @@ void check_items(const void* items, int64_t valid, const flce_problem& problem) 
 /* With FLCE_CHECK=1: makes the checks of CPU targets, classes and num_items on other devices too,
  * from copies on the host. Synchronises. */
 void check_values(const LossTensors& given, const Call& call) {
-  const char* check = std::getenv("FLCE_CHECK");
+  const char* check = flce_variable_text(FLCE_VARIABLE_CHECK);
   const flce_problem& problem = call.problem;
   if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call)) return;
   const DeviceId cpu = {aoti_torch_device_type_cpu(), -1};

@@ -9,6 +9,8 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include "environment.h"
+
 namespace flce {
 
 namespace {
@@ -103,7 +105,7 @@ void Device::open_cuda(bool allow_tf32) {
     throw Failure(FLCE_UNSUPPORTED,
                   "a CUDA tensor, but no libtorch_cuda.so with the current stream is loaded");
   TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(id_.index, &guard_));
-  cuda_ = {id_.index, nullptr, allow_tf32};
+  cuda_ = {id_.index, nullptr, allow_tf32, flce_variable_text(FLCE_VARIABLE_KERNEL)};
   const char* reason = nullptr;
   if (library.current_stream(id_.index, &cuda_.stream) != AOTI_TORCH_SUCCESS)
     reason = "torch gave no current stream";

@@ -7,6 +7,7 @@
 #include "binding/device.h"
 #include "binding/library.h"
 #include "binding/options.h"
+#include "environment.h"
 
 using namespace flce;
 
@@ -32,8 +33,7 @@ std::string cuda_describe() {
   return text;
 }
 
-/* getenv for Python: a call reads two variables, and os.environ takes 5 us for one that is not
- * set. */
+/* getenv for Python, where os.environ takes 5 us for one that is not set. */
 PyObject* get_variable(PyObject*, PyObject* name) {
   PyObject* bytes = PyUnicode_EncodeFSDefault(name);
   if (!bytes) return nullptr;
@@ -43,6 +43,12 @@ PyObject* get_variable(PyObject*, PyObject* name) {
   if (!text) return nullptr;
   if (!value) Py_RETURN_NONE;
   return PyUnicode_DecodeFSDefault(value);
+}
+
+/* flce_read_environment() for Python, which holds the GIL here, as it does in os.putenv. */
+PyObject* read_environment(PyObject*, PyObject*) {
+  if (!flce_read_environment()) return PyErr_NoMemory();
+  Py_RETURN_NONE;
 }
 
 /* call_keeping(keeper, function, *arguments): what function(*arguments) returns. If it raises,
@@ -87,6 +93,7 @@ FLCE_LIBRARY_IMPL(CompositeExplicitAutograd, m) {
 extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
   static PyMethodDef functions[] = {
       {"getenv", get_variable, METH_O, "The environment variable of this name, or None."},
+      {"read_environment", read_environment, METH_NOARGS, "Copies flce's variables for its calls."},
       {"call_keeping", call_keeping, METH_VARARGS, "Calls a function, and keeps its exception."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "flce's operators", -1, functions};

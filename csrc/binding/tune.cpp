@@ -7,7 +7,13 @@ namespace flce {
 
 namespace {
 
+/* torch has device indices of 8 bits, and takes a negative one for the current device. */
 Device cuda_device(int64_t index) {
+  DeviceGuardHandle guard = nullptr;
+  bool fits = index >= 0 && index <= INT8_MAX;
+  if (!fits || aoti_torch_create_device_guard(static_cast<int32_t>(index), &guard))
+    refuse("device", "the index of a CUDA device that is present", std::to_string(index));
+  aoti_torch_delete_device_guard(guard);
   return Device({aoti_torch_device_type_cuda(), static_cast<int32_t>(index)}, false);
 }
 

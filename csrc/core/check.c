@@ -9,6 +9,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Puts a point where printf has written the decimal separator of the locale, of several bytes in
+ * some. */
+static void put_point(char* number) {
+  char* separator = number + strspn(number, "-0123456789");
+  char* fraction = separator + strcspn(separator, "0123456789e");
+  if (fraction == separator || !*fraction) return; /* an integer, or not finite */
+  *separator = '.';
+  memmove(separator + 1, fraction, strlen(fraction) + 1);
+}
+
 /* A number as Python shows it: the shortest text that reads as the same number. */
 static const char* number_text(double value, char text[32]) {
   int digits = 0;
@@ -18,6 +28,7 @@ static const char* number_text(double value, char text[32]) {
   int exponent = power ? atoi(power + 1) : 16; /* not finite */
   if (exponent >= -4 && exponent < 16)
     snprintf(text, 32, "%.*f", digits > exponent ? digits - exponent : 1, value);
+  put_point(text);
   return text;
 }
 
@@ -233,11 +244,13 @@ static flce_status check_absent_options(const flce_problem* problem) {
 
 static flce_status check_teacher(const flce_problem* problem) {
   double beta = problem->beta, hard = problem->hard_weight;
+  char text[32];
   if (!problem->teacher) return FLCE_OK;
   FLCE_TRY(flce_check_divergence(problem->divergence));
   FLCE_TRY(check_absent_options(problem));
-  EXPECT(beta > 0.0 && beta < 1.0, "beta: expected 0 < beta < 1, got %g", beta);
-  EXPECT(hard >= 0.0 && hard <= 1.0, "hard_weight: expected 0 <= hard_weight <= 1, got %g", hard);
+  EXPECT(beta > 0.0 && beta < 1.0, "beta: expected 0 < beta < 1, got %s", number_text(beta, text));
+  EXPECT(hard >= 0.0 && hard <= 1.0, "hard_weight: expected 0 <= hard_weight <= 1, got %s",
+         number_text(hard, text));
   EXPECT(!problem->has_probabilities,
          "target: expected class indices with a divergence, got probabilities");
   EXPECT(problem->save != FLCE_SAVE_LOGITS && problem->save != FLCE_SAVE_SAMPLES,
@@ -245,8 +258,8 @@ static flce_status check_teacher(const flce_problem* problem) {
          flce_save_name(problem->save));
   EXPECT(hard == 0.0 || (problem->loss.temperature == 1.0 && !problem->has_temperature),
          "hard_weight: expected 0 with a temperature, which the cross entropy would have too, got "
-         "%g",
-         hard);
+         "%s",
+         number_text(hard, text));
   return flce_check_problem(problem->teacher);
 }
 

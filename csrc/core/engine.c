@@ -6,6 +6,7 @@
 #include "core/samples.h"
 #include "core/shards.h"
 #include "core/plan_call.h"
+#include "environment.h"
 
 /* The factor of E where it is stored in float16. c is then the row's largest l, so the largest
  * entry is 2^15, and entries down to 2^-29 of it keep their full precision. */

@@ -5,7 +5,6 @@
 #include "loss.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 static int64_t most_of(int64_t a, int64_t b) {
@@ -33,8 +32,7 @@ static int64_t scratch_row_bytes(const flce_problem* p) {
  * passes. "fused": the sm_90a kernels wherever they work, also where others are faster. */
 typedef enum kernel_choice { AUTO_KERNEL, GEMM_KERNEL, FUSED_KERNEL } kernel_choice;
 
-static flce_status asked_kernel(kernel_choice* choice) {
-  const char* text = getenv("FLCE_KERNEL");
+static flce_status read_choice(const char* text, kernel_choice* choice) {
   const bool is_auto = !text || !*text || strcmp(text, "auto") == 0;
   *choice = is_auto ? AUTO_KERNEL : strcmp(text, "fused") == 0 ? FUSED_KERNEL : GEMM_KERNEL;
   if (*choice != GEMM_KERNEL || strcmp(text, "gemm") == 0) return FLCE_OK;
@@ -102,11 +100,12 @@ static bool suits_packing(const flce_problem* p, bool always) {
 /* Sets the facts of the sm_90a kernels, fused_*, skips_rows, bias_parts. They are 0 or false where
  * the compute capability, FLCE_KERNEL or the problem rules the kernels out; skips_rows does not
  * depend on FLCE_KERNEL. */
-static flce_status sm90_facts(int64_t capability, const flce_problem* p, flce_facts* facts) {
+static flce_status sm90_facts(int64_t capability, const char* kernel, const flce_problem* p,
+                              flce_facts* facts) {
   facts->fused_row_bytes = facts->fused_tile_rows = facts->bias_parts = 0;
   facts->skips_rows = facts->fused_writes_z = facts->fused_packs = false;
   kernel_choice choice;
-  FLCE_TRY(asked_kernel(&choice));
+  FLCE_TRY(read_choice(kernel, &choice));
   if (capability != 90 || !suits_sm90(p)) return FLCE_OK;
   const bool is_bf16 = p->dtype == FLCE_BF16, always = choice == FUSED_KERNEL;
   facts->skips_rows = is_bf16 && is_worth_finding_rows(p);
@@ -190,7 +189,8 @@ static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   return problem;
 }
 
-flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_problem* given, flce_facts* facts) {
+flce_status flce_gpu_facts(const flce_gpu* gpu, const char* kernel, const flce_problem* given,
+                           flce_facts* facts) {
   flce_facts_of_type(false, given->dtype, facts);
   const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
   facts->multiprocessors = gpu->multiprocessors;
@@ -200,7 +200,7 @@ flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_problem* given, flce_
   FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
   facts->order_bytes = order_bytes(problem->tokens);
   if (flce_is_sampled(problem)) FLCE_TRY(sample_bytes(problem, &facts->sample_bytes));
-  FLCE_TRY(sm90_facts(gpu->capability, problem, facts));
+  FLCE_TRY(sm90_facts(gpu->capability, kernel, problem, facts));
   /* Rows may be gathered. */
   if (problem->rows < problem->tokens || facts->skips_rows || problem->gathers)
     facts->compact_bytes = flce_index_bytes(problem->tokens) + select_scratch(problem->tokens);

@@ -1,4 +1,5 @@
 /* GPUs that have a name, and plans for GPUs that need not be there. */
+#include "environment.h"
 #include "gpu.h"
 
 #include <inttypes.h>
@@ -52,7 +53,7 @@ flce_status flce_find_gpu(const char* text, flce_gpu* gpu) {
 }
 
 static flce_status facts_of_gpu(void* self, const flce_problem* problem, flce_facts* facts) {
-  return flce_gpu_facts(self, problem, facts);
+  return flce_gpu_facts(self, flce_variable_text(FLCE_VARIABLE_KERNEL), problem, facts);
 }
 
 void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend) {

@@ -1,6 +1,6 @@
-/* flce_plan_make: all decisions that follow from the problem and the device's facts (form, dtypes,
- * strategy of the row passes, buffers and their offsets). Pure: no allocation, no device call. The
- * number of rows of a chunk is chosen in chunks.c. */
+/* flce_plan_make: what follows from the device's facts and the problem, whose `save` is no longer
+ * auto (strategy.c): form, dtypes, kernels of the row passes, buffers and their offsets. Pure: no
+ * allocation, no device call. The number of rows of a chunk is chosen in chunks.c. */
 #include "core/plan_rules.h"
 #include "core/plan_counts.h"
 

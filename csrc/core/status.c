@@ -1,5 +1,5 @@
-/* Names and checks of the enums of problem.h, sizes of dtypes, the message of a thread's last
- * failure, and FLCE_POISON. */
+/* Names and checks of the enums of problem.h, sizes of dtypes, and the message of a thread's last
+ * failure. */
 #include "flce.h"
 
 #include <stdarg.h>
@@ -7,7 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static _Thread_local char last_error[512];
+enum { MOST_TEXT = 2048 }; /* bytes of a message, with the 0 */
+
+static _Thread_local char last_error[MOST_TEXT];
 
 const char* flce_status_name(flce_status status) {
   static const char* const names[] = {
@@ -24,17 +26,38 @@ const char* flce_status_name(flce_status status) {
   return names[status];
 }
 
-bool flce_poisons(void) {
-  const char* asked = getenv("FLCE_POISON");
-  return asked && strcmp(asked, "1") == 0;
+/* Whether a byte is within a character of UTF-8, and not its first. */
+static bool is_continuation(char byte) {
+  return ((unsigned char)byte & 0xc0) == 0x80;
+}
+
+/* Writes a message of MOST_TEXT bytes or more with " ... " in place of its middle: what an argument
+ * has to be is at its beginning, and what came at its end. */
+static void shorten(char out[MOST_TEXT], const char* message, size_t length) {
+  static const char gap[] = " ... ";
+  const size_t part = (MOST_TEXT - sizeof gap) / 2;
+  size_t head = part, tail = length - part;
+  while (head > 0 && is_continuation(message[head])) head--;
+  while (is_continuation(message[tail])) tail++;
+  memcpy(out, message, head);
+  memcpy(out + head, gap, sizeof gap - 1);
+  memcpy(out + head + sizeof gap - 1, message + tail, length - tail + 1);
 }
 
 flce_status flce_fail(flce_status status, const char* format, ...) {
   /* Formatted into a copy: an argument may be last_error itself, when CALL passes on a failure. */
-  char text[sizeof last_error];
-  va_list arguments;
+  char text[MOST_TEXT];
+  va_list arguments, again;
   va_start(arguments, format);
-  vsnprintf(text, sizeof text, format, arguments);
+  va_copy(again, arguments);
+  const int length = vsnprintf(text, sizeof text, format, arguments);
+  char* whole = length < MOST_TEXT ? NULL : malloc((size_t)length + 1);
+  if (whole) {
+    vsnprintf(whole, (size_t)length + 1, format, again);
+    shorten(text, whole, (size_t)length);
+    free(whole);
+  }
+  va_end(again);
   va_end(arguments);
   memcpy(last_error, text, sizeof last_error);
   return status;

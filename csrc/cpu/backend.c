@@ -1,8 +1,8 @@
 /* The function table and the facts of the CPU backend, and the run-time choice of its kernels by
  * instruction set. */
 #include "cpu/cpu.h"
+#include "environment.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 typedef struct variant {
@@ -34,11 +34,10 @@ static int supported_variants(void) {
 #endif
 }
 
-/* The fastest supported variant, or the one that FLCE_CPU_VARIANT names; NULL if that one is
- * unknown or not supported. */
-static const variant* choose_variant(void) {
+/* The fastest supported variant, or the one that `wanted`, the text of FLCE_CPU_VARIANT, names;
+ * NULL if that one is unknown or not supported. */
+static const variant* choose_variant(const char* wanted) {
   int supported = supported_variants();
-  const char* wanted = getenv("FLCE_CPU_VARIANT");
   if (!wanted || !*wanted) return &variants[supported - 1];
   for (int i = 0; i < supported; i++)
     if (strcmp(wanted, variants[i].name) == 0) return &variants[i];
@@ -46,16 +45,17 @@ static const variant* choose_variant(void) {
 }
 
 const char* flce_cpu_variant(void) {
-  const variant* chosen = choose_variant();
+  const variant* chosen = choose_variant(flce_variable_text(FLCE_VARIABLE_CPU_VARIANT));
   return chosen ? chosen->name : "none";
 }
 
 static flce_status require_variant(const variant** chosen) {
-  *chosen = choose_variant();
+  const char* wanted = flce_variable_text(FLCE_VARIABLE_CPU_VARIANT);
+  *chosen = choose_variant(wanted);
   if (*chosen) return FLCE_OK;
   static const char* const expected[] = {"scalar", "scalar or avx2", "scalar, avx2 or avx512"};
   return flce_fail(FLCE_INVALID_ARGUMENT, "FLCE_CPU_VARIANT: expected %s on this machine, got %s",
-                   expected[supported_variants() - 1], getenv("FLCE_CPU_VARIANT"));
+                   expected[supported_variants() - 1], wanted);
 }
 
 flce_status flce_cpu_row_kernels(flce_dtype dtype, const flce_row_kernels** kernels) {

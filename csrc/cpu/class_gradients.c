@@ -1,13 +1,14 @@
-/* Backend function `class_gradients`: the columns of a few classes of each row of dz, from the
- * logits of these classes, which are not rounded. */
+/* Backend function `class_gradients`: the columns of a few classes of each row of dz, computed in
+ * the stat dtype from the logits of these classes and rounded once. */
 #include "cpu/row_classes.h"
 #include "cpu/row_terms.h"
 
 #include <float.h>
 #include <string.h>
 
-/* The ids of a row modulo this number, as bits: those of two or more of its classes show which ones
- * may be equal, so that rows of different classes need no search. */
+/* Bits of ids modulo this number: `seen` of all ids of a row, `again` of those that occur twice or
+ * more. Only an id with its bit in `again` can have an equal one, so that most rows without equal
+ * ids are not searched. */
 enum { FILTER_BITS = 4096 };
 
 typedef struct id_filter {
@@ -31,8 +32,8 @@ typedef struct class_pass {
   flce_dtype dz_dtype;
 } class_pass;
 
-/* Sums the gradients of all classes of the row that equal that of index k, unless one before k is
- * equal: then false. */
+/* False if an index before k has the same id. Else *sum is the sum of the gradients of all indices
+ * with that id. */
 static bool sum_of_equal(const flce_rows* rows, flce_dtype stat, int64_t i, int64_t k,
                          const id_filter* filter, double* sum) {
   const flce_row_classes* classes = &rows->classes;

@@ -2,6 +2,7 @@
  * that is faster. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
+#include "environment.h"
 
 #include <math.h>
 

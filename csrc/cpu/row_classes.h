@@ -4,8 +4,8 @@
 
 #include "cpu/cpu.h"
 
-/* The column of class `id` on this rank; -1 if it is another rank's or there is none. `exists`:
- * whether it may be given. */
+/* The column of class `id` on this rank; -1 if it is another rank's, no class, or `none`. *exists:
+ * whether `id` is a class of the vocabulary or `none`. */
 static inline int64_t flce_cpu_class_column(const flce_rows* rows, int64_t id, bool* exists) {
   const flce_row_classes* classes = &rows->classes;
   int64_t column = id - classes->first;

@@ -37,8 +37,8 @@ static inline void flce_cpu_refer_to_tail(const row_pass* pass, int64_t i, row_t
   double tail = row_stat(pass, FLCE_STAT_TAIL_LSE, i), factor = row_coef(pass, FLCE_COEF_TAIL, i);
   if (tail == -INFINITY) return; /* there is no such column, or all have l = -inf */
   double ratio = exp(tail - terms->offset);
-  /* Every l of this rank is then so far below TAIL_LSE, another rank's, that exp(l - TAIL_LSE) is
-   * 0. */
+  /* It overflows only where another rank holds the tail's large logits: then exp(l - TAIL_LSE) is 0
+   * for every l of this rank. */
   if (isinf(ratio)) ratio = 0.0;
   double l_y = row_stat(pass, FLCE_STAT_LSE, i) - row_stat(pass, FLCE_STAT_NLL, i);
   double e_y = l_y < tail ? exp(l_y - tail) : 1.0;

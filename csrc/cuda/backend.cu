@@ -20,7 +20,7 @@ flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* fact
   flce_gpu gpu = {};
   gpu.capability = 10 * major + minor;
   gpu.multiprocessors = multiprocessors;
-  FLCE_TRY(flce_gpu_facts(&gpu, problem, facts));
+  FLCE_TRY(flce_gpu_facts(&gpu, cuda->kernel, problem, facts));
   /* With CUB's own sizes of its scratch in place of estimates. */
   if (facts->sample_bytes > 0) {
     FLCE_TRY(cuda_sample_bytes(problem, &facts->sample_bytes));

@@ -74,12 +74,10 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
   return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWaitValue32: driver error %d", (int)status);
 }
 
-extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
-                                                         const flce_peers* peers,
-                                                         flce_collective_id id, void* recv,
-                                                         int64_t offset, int64_t bytes) {
-  CopyStream copies;
-  FLCE_TRY(copy_stream(cuda, id, &copies));
+/* Queues the copies of a collective on the copy stream. */
+static flce_status queue_copies(const CopyStream& copies, const flce_cuda* cuda,
+                                const flce_peers* peers, void* recv, int64_t offset,
+                                int64_t bytes) {
   const int rank = peers->rank, ranks = peers->ranks;
   FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
   FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.stream, copies.begin, 0), "peers"));
@@ -99,7 +97,21 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
   for (int peer = 0; peer < ranks; peer++) {
     if (peer != rank) FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kCopied, peer)));
   }
-  return check_cuda(cudaEventRecord(copies.end, copies.stream), "peers");
+  return FLCE_OK;
+}
+
+extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
+                                                         const flce_peers* peers,
+                                                         flce_collective_id id, void* recv,
+                                                         int64_t offset, int64_t bytes) {
+  CopyStream copies;
+  FLCE_TRY(copy_stream(cuda, id, &copies));
+  const flce_status status = queue_copies(copies, cuda, peers, recv, offset, bytes);
+  /* After a failure too: a wait must not be for the copies of the collective before. */
+  const cudaError_t recorded = cudaEventRecord(copies.end, copies.stream);
+  if (status == FLCE_OK) return check_cuda(recorded, "peers");
+  cudaGetLastError(); /* as check_cuda, which would replace the message of the failure */
+  return status;
 }
 
 extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,

@@ -10,8 +10,9 @@
     ADAPTERS = {"mine": lambda name: Adapter(name, loss, offers)}
 """
 
-from .cases import FEATURES, NAMES, Case, Operands, build, draw, suite
+from .cases import FEATURES, NAMES, Case, draw, suite
 from .check import Adapter, Record, evaluate, explain, run
+from .operands import Operands, build
 from .truth import Rounding, Truth, truth
 
 __all__ = ["FEATURES", "NAMES", "Adapter", "Case", "Operands", "Record", "Rounding", "Truth"]

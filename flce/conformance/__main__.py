@@ -11,7 +11,7 @@ import typing
 
 from .adapters import ADAPTERS
 from .cases import draw, suite
-from .check import Record, run
+from .check import LISTED, Record, run
 
 
 def options() -> argparse.Namespace:
@@ -66,6 +66,9 @@ def show(record: Record) -> None:
     print(f"  {record.seconds} s; largest error / tolerance of those that passed: {record.worst}")
     for missing, number in record.missing.items():
         print(f"  not offered, {number} cases: {missing}")
+    if record.wrong:
+        wrong = (f"{name} {number}" for name, number in record.wrong.items())
+        print(f"  by group: {', '.join(wrong)}; the first {LISTED} of each:")
     for failure in record.failures:
         print(f"  case {failure['index']}: {failure['case']}")
         print(*(f"    {line}" for line in failure["what"]), sep="\n", flush=True)

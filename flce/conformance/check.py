@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import time
@@ -10,10 +11,14 @@ import typing
 
 import torch
 
-from .cases import FEATURES, NAMES, Case, Operands, build
+from .calls import CALLS
+from .cases import FEATURES, NAMES, Case
+from .operands import Operands, build
 from .truth import UNIT, Rounding, Truth, truth
 
-LISTED, GROSS = 20, 4.0  # failures that a record describes; tolerances
+LISTED = 5  # failures of a group that a record describes
+GROSS = 4.0  # tolerances
+PARALLEL = 2**18  # elements of x, w and logits from which a case uses all of torch's threads
 MOVED = 0.5  # an error of a logit by its rounding that leaves a case undecided which does not fail
 
 
@@ -25,8 +30,9 @@ class Adapter:
     `softcap`, `label_smoothing`, `z_loss`, `weight` (V,) only where a case has them.
 
     offers: what it supports, of FEATURES and the names of dtypes. refuses: why it supports no such
-    case for another reason that it states itself, such as sizes, or "". rounds: how often it says
-    that it rounds."""
+    case for another reason that it states itself, such as sizes, or "". rounds(case, device): the
+    Rounding that it declares. half_loss: the loss of bfloat16 or float16 operands may have their
+    dtype, which rounds it once; without it, a loss that is not float32 or float64 is a failure."""
 
     name: str
     loss: typing.Callable[..., torch.Tensor]
@@ -34,9 +40,10 @@ class Adapter:
     rounds: typing.Callable[[Case, torch.device], Rounding] = lambda case, device: Rounding()
     refuses: typing.Callable[[Case], str] = lambda case: ""
     version: str = ""
+    half_loss: bool = False
 
     def __post_init__(self) -> None:
-        """A misspelled name would count as not offered what it was to offer."""
+        """Refuses unknown names: a misspelled feature would count as not offered."""
         known, self.offers = {*FEATURES, *NAMES}, frozenset(self.offers)
         if unknown := self.offers - known:
             expected = f"some of {', '.join(sorted(known))}"
@@ -44,6 +51,8 @@ class Adapter:
 
     def lacks(self, case: Case) -> str:
         """What the case needs and this does not offer."""
+        if self.half_loss and case.dtype == "float16" and case.upstream == "scaled":
+            return "an upstream gradient of 65536 of a float16 loss, whose dtype ends at 65504"
         return ", ".join(sorted(case.needs() - self.offers)) or self.refuses(case)
 
 
@@ -54,66 +63,104 @@ def _constants(given: Operands) -> dict[str, torch.Tensor]:
     return {name: one.detach() for name, one in named.items() if one is not None}
 
 
-def errors(adapter: Adapter, case: Case, given: Operands, expected: Truth | None = None) -> dict:
-    """(error, tolerance) by the result's name. A gradient that is missing, or not of its operand's
-    shape and dtype, is infinitely wrong, and so is an element of an operand that was written to.
+class Compared(typing.NamedTuple):
+    """An elementwise error and its tolerance; or, in words, why nothing could be compared, with one
+    infinite error."""
+
+    error: torch.Tensor
+    tolerance: torch.Tensor
+    why: str = ""
+
+    def ratio(self) -> torch.Tensor:
+        """Error over tolerance; inf for NaN."""
+        ratio = (self.error / self.tolerance).masked_fill(self.error == 0, 0.0)
+        return ratio.masked_fill(ratio.isnan(), torch.inf)
+
+
+def errors(adapter: Adapter, case: Case, given: Operands, expected: Truth) -> dict[str, Compared]:
+    """By the result's name; of an operand that was written to, inf at the elements that were.
     Raises what the implementation raises."""
-    expected = expected or truth(case, given, adapter.rounds(case, given.x.device))
     before = {name: one.clone() for name, one in _constants(given).items()}
-    loss = adapter.loss(given.x, given.w, given.y, given.bias, dict(given.options))
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}")
-    upstream, leaves = given.upstream.to(loss.dtype), list(given.leaves.values())
-    grads = torch.autograd.grad(loss, leaves, upstream, allow_unused=True)
-    made = dict(zip(given.leaves, grads, strict=True)) | {"loss": loss.detach()}
+    results = CALLS[case.call](adapter.loss, case, given)
     found = {}
     for name, value in _constants(given).items():
         written = (value != before[name]) & ~(value.isnan() & before[name].isnan())
-        error = torch.zeros(value.shape, dtype=torch.float64, device=value.device)
-        found[f"{name}, written to"] = (
-            error.masked_fill(written, torch.inf),
-            torch.zeros_like(error),
-        )
-    for name, value in made.items():
-        exact, tolerance = expected.exact[name], expected.tolerance[name]
-        dtype = given.leaves[name].dtype if name != "loss" else loss.dtype
-        if value is None or value.shape != exact.shape or value.dtype != dtype:
-            found[name] = torch.full_like(exact, torch.inf), tolerance
-            continue
-        right = tolerance.isinf()  # where a gradient overflows its dtype
-        if name == "loss":
-            tolerance = tolerance + UNIT[dtype] * exact.abs()
-            if case.reduction == "mean":  # of no rows: 0, or NaN as torch has it
-                right |= value.isnan() & (given.y == case.ignore_index).all()
-        found[name] = (value.double() - exact).abs().masked_fill(right, 0.0), tolerance
+        error = torch.where(written, torch.inf, 0.0)
+        found[f"{name}, written to"] = Compared(error, torch.zeros_like(error))
+    for name, value in results.items():
+        found[name] = _compared(adapter, case, given, expected, name.split(",")[0], value)
     return found
 
 
-def _ratio(error, tolerance):
-    return (error / tolerance).masked_fill(error == 0, 0.0).nan_to_num(nan=torch.inf)
+def _compared(adapter, case, given, expected, name, value):
+    """A result and the truth."""
+    exact, tolerance = expected.exact[name], expected.tolerance[name]
+    dtypes = _dtypes_of_loss(adapter, given) if name == "loss" else [given.leaves[name].dtype]
+    why = value if isinstance(value, str) else ""
+    if not why and value.shape != exact.shape:
+        why = f"expected the shape {tuple(exact.shape)}, got {tuple(value.shape)}"
+    if not why and value.dtype not in dtypes:
+        why = f"expected {' or '.join(map(str, dtypes))}, got {value.dtype}"
+    if why:
+        return Compared(exact.new_full((1,), torch.inf), exact.new_zeros(1), why)
+    right = tolerance.isinf()  # where a gradient overflows its dtype
+    if name == "loss":
+        tolerance = tolerance + UNIT[value.dtype] * exact.abs()
+        if case.reduction == "mean":  # of no rows: 0, or NaN as torch has it
+            right |= value.isnan() & (given.y == case.ignore_index).all()
+    return Compared((value.double() - exact).abs().masked_fill(right, 0.0), tolerance)
+
+
+def _dtypes_of_loss(adapter: Adapter, given: Operands) -> list[torch.dtype]:
+    if given.x.dtype == torch.float64:
+        return [torch.float64]
+    of_operands = [given.x.dtype] if adapter.half_loss and given.x.itemsize == 2 else []
+    return [torch.float32, torch.float64, *of_operands]
 
 
 def evaluate(adapter: Adapter, case: Case, device: torch.device) -> torch.Tensor:
     """The largest error over its tolerance (inf for NaN), and the largest `Truth.moved`: two
     numbers on the device, for which this does not wait."""
-    given = build(case, device)
-    expected = truth(case, given, adapter.rounds(case, device))
-    zero = expected.moved.new_zeros(1)
-    ratios = [_ratio(*pair).flatten() for pair in errors(adapter, case, given, expected).values()]
-    return torch.stack(
-        [torch.cat([zero, *ratios]).amax(), torch.cat([zero, expected.moved]).amax()]
-    )
+    with _threads(case):
+        given = build(case, device)
+        expected = truth(case, given, adapter.rounds(case, device))
+        ratios = [one.ratio() for one in errors(adapter, case, given, expected).values()]
+        return torch.stack([_largest(*ratios), _largest(expected.moved)])
+
+
+@contextlib.contextmanager
+def _threads(case: Case) -> typing.Iterator[None]:
+    """One thread of the CPU for a small case: where other processes use the cores too, threads
+    that wait for each other take many times as long as the case."""
+    threads = torch.get_num_threads()
+    elements = case.tokens * case.hidden + case.vocab * (case.tokens + case.hidden)
+    torch.set_num_threads(threads if elements >= PARALLEL else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _largest(*tensors: torch.Tensor) -> torch.Tensor:
+    """Of all elements, 0 of none."""
+    maxima = [one.amax().double() for one in tensors if one.numel()]
+    return torch.stack(maxima).amax() if maxima else tensors[0].sum().double()
 
 
 def explain(adapter: Adapter, case: Case, device: torch.device) -> list[str]:
     """A line for each result that is wrong: where, by how much, and the tolerance there."""
-    given, lines = build(case, device), []
-    for name, (error, tolerance) in errors(adapter, case, given).items():
-        bad = ~(error <= tolerance)
-        if bad.any():
-            at = int(_ratio(error, tolerance).argmax())
-            place = [int(one) for one in torch.unravel_index(torch.tensor(at), error.shape)]
-            one, limit = (f"{values.flatten()[at].item():.2e}" for values in (error, tolerance))
+    with _threads(case):
+        given, lines = build(case, device), []
+        expected = truth(case, given, adapter.rounds(case, device))
+        compared = errors(adapter, case, given, expected)
+    for name, found in compared.items():
+        bad = ~(found.error <= found.tolerance)
+        if found.why:
+            lines.append(f"{name}: {found.why}")
+        elif bad.any():
+            at = int(found.ratio().argmax())
+            place = [int(one) for one in torch.unravel_index(torch.tensor(at), bad.shape)]
+            one, limit = (f"{values.flatten()[at].item():.2e}" for values in found[:2])
             count = f"{int(bad.sum())} of {bad.numel()} elements"
             lines.append(f"{name}{place or ''}: error {one}, tolerance {limit}; {count}")
     return lines
@@ -145,8 +192,9 @@ class Record:
     def fail(self, how: str, index: int, case: Case, what: list[str]) -> None:
         self.counts[how] += 1
         self.wrong[f"{case.group}: {how}"] += 1
-        if len(self.failures) < LISTED:
-            self.failures.append({"index": index, "case": str(case), "what": what})
+        if sum(one["group"] == case.group for one in self.failures) < LISTED:
+            described = {"index": index, "group": case.group, "case": str(case), "what": what}
+            self.failures.append(described)
 
 
 def run(

@@ -13,7 +13,8 @@ import typing
 
 import torch
 
-from .cases import Case, Operands
+from .cases import Case
+from .operands import Operands
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 UNIT |= {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -75,8 +76,13 @@ def truth(case: Case, given: Operands, rounding: Rounding) -> Truth:
     exact = {"input": dz @ w, "weight": dz.T @ x, "bias": dz.sum(0)}
     bounds = {"input": (read + sums(case.vocab, unit) * size) @ w.abs()}
     bounds |= {"weight": of_rows.T @ x.abs(), "bias": of_rows.sum(0)}
+    # A gradient of the forward is rounded before it is multiplied.
+    sizes = torch.cat([upstream.abs().flatten(), upstream.new_ones(1)])
+    scale = sizes.amax() if rounding.results > 1 else 1.0
     for name, value in exact.items():
-        bound = rounded(bounds[name], value, dtype, rounding.results)
+        # inf * 0: of a product whose operand may have overflowed.
+        bound = bounds[name].masked_fill(bounds[name].isnan(), torch.inf)
+        bound = rounded(bound, value, dtype, rounding.results, scale)
         bounds[name] = bound.masked_fill(none if name == "input" else none.all(), 0.0)
     if given.rows is not None:  # autograd adds x's gradient to its rows of w's
         exact["weight"].index_add_(0, given.rows, exact["input"])
@@ -87,17 +93,28 @@ def truth(case: Case, given: Operands, rounding: Rounding) -> Truth:
         row_error = row_error.sum() + sums(case.tokens, stat) * row.abs().sum()
         row = row.sum()
     exact["loss"], bounds["loss"] = row, row_error
+    undefined = _is_undefined(case, given, cut, y)
+    bounds = {name: bound.masked_fill(undefined, torch.inf) for name, bound in bounds.items()}
     return Truth(exact, bounds, moved.masked_fill(cut.squeeze(-1), 0.0))
+
+
+def _is_undefined(case, given, cut, y):
+    """Whether the loss is a mean whose denominator, a sum of class weights, is 0."""
+    weight = given.options.get("weight")
+    if weight is None or case.reduction != "mean":
+        return torch.zeros((), dtype=torch.bool, device=y.device)
+    return (weight.double()[y].masked_fill(cut, 0.0).sum() == 0) & ~cut.all()
 
 
 def _logits(case, given, x, w, rounding, stat, unit):
     """l, dl/dz, bounds of their errors, and what the rounding of a row's logits alone may do."""
-    z, bias = x @ w.T, 0.0 if given.bias is None else given.bias.double()
-    size = x.abs() @ w.abs().T + abs(bias)
-    by_rounding = torch.maximum(z.abs(), (z + bias).abs())
+    z, bias = x @ w.T, x.new_zeros(case.vocab) if given.bias is None else given.bias.double()
+    out = bias.isinf()  # classes whose logit is -inf, without an error
+    size = x.abs() @ w.abs().T + bias.abs()
+    by_rounding = torch.maximum(z.abs(), (z + bias).abs()).masked_fill(out, 0.0)
     by_rounding *= rounding.logits * UNIT[given.x.dtype]
     z, moved = z + bias, by_rounding.amax(-1)
-    error = by_rounding + sums(case.hidden, unit) * size
+    error = (by_rounding + sums(case.hidden, unit) * size).masked_fill(out, 0.0)
     if case.softcap is None:
         return z, torch.ones_like(z), error, torch.zeros_like(z), moved
     t = torch.tanh(z / case.softcap)
@@ -112,7 +129,8 @@ def _logits(case, given, x, w, rounding, stat, unit):
 def _rows(case, given, logits, error, y, cut, stat, exponentials):
     """The rows' parts of the loss, their gradients by the logits, bounds of the errors of both."""
     few, vocab, count = OPERATIONS * stat, case.vocab, sums(case.tokens, stat)
-    error = error + few * logits.abs()
+    finite = logits.masked_fill(logits.isinf(), 0.0)  # of a class of -inf, no product is needed
+    error = error + few * finite.abs()
     lse = torch.logsumexp(logits, -1, keepdim=True)
     log_p = logits - lse
     p = log_p.exp()
@@ -126,28 +144,32 @@ def _rows(case, given, logits, error, y, cut, stat, exponentials):
     weight = given.options.get("weight")
     weight = logits.new_ones(vocab) if weight is None else weight.double()
     own, spread = (1.0 - case.label_smoothing) * weight[y], case.label_smoothing / vocab * weight
-    total = own + spread.sum()
+    total, total_size = own + spread.sum(), own.abs() + spread.abs().sum()
 
-    def combined(of_lse, values, sign):
-        rest = own * values.gather(-1, y) + (values @ spread).unsqueeze(-1)
-        return total * of_lse + sign * rest
+    def combined(own, spread, values):
+        return own * values.gather(-1, y) + (values @ spread).unsqueeze(-1)
 
-    loss, apart = combined(lse, logits, -1.0), combined(lse.abs(), logits.abs(), 1.0)
+    loss = total * lse - combined(own, spread, finite)
+    sizes = own.abs(), spread.abs()
+    apart = total_size * lse.abs() + combined(*sizes, finite.abs())
     terms = vocab if case.label_smoothing else 1
-    loss_error = combined(lse_error, error, 1.0) + (sums(terms, stat) + count) * apart
+    loss_error = total_size * lse_error + combined(*sizes, error)
+    loss_error = loss_error + (sums(terms, stat) + count) * apart
     square = case.z_loss * lse.square()
     square_error = case.z_loss * (2.0 * lse.abs() + lse_error) * lse_error + 2.0 * few * square
     # The reduction's factors of the two terms.
     of_loss = of_square = valid = (~cut).double()
     if case.reduction == "mean":
-        of_loss = valid / (valid * weight[y]).sum().clamp(min=1e-300)
+        denominator = (valid * weight[y]).sum()
+        of_loss = valid / denominator.masked_fill(denominator == 0, 1.0)
         of_square = valid / valid.sum().clamp(min=1.0)
     row = of_loss * loss + of_square * square
-    row_error = of_loss * loss_error + of_square * square_error
+    row_error = of_loss.abs() * loss_error + of_square * square_error
     of_lse = 2.0 * case.z_loss * of_square
     q = (of_loss * spread).scatter_add(-1, y, of_loss * own)
-    size = of_loss * total + of_lse * lse.abs()
+    q_size = (of_loss * spread).abs().scatter_add(-1, y, (of_loss * own).abs())
+    size = of_loss.abs() * total_size + of_lse * lse.abs()
     dl = (of_loss * total + of_lse * lse) * p - q
     dl_error = size * p_error + of_lse * lse_error * (p + p_error)
-    dl_error = dl_error + (few + count) * (size * p + q)
+    dl_error = dl_error + (few + count) * (size * p + q_size)
     return row.squeeze(-1), row_error.squeeze(-1), dl, dl_error

@@ -28,10 +28,20 @@ _NAMED |= {"wide_terms": "reduce_dtype", "accumulates": "accumulate_into"}
 _FLAGS = [name for name in INTEGERS if name.startswith(("grad_", "wants_"))]
 _VALUES = {**CHOICES, **dict.fromkeys(_FLAGS, (False, True)), "partial_grad_input": (True, False)}
 _VALUES |= dict.fromkeys(("accum_dtype", "logits_dtype"), (*DTYPES, None))  # None is -1
-# What may differ between ranks: their places, the seeds of their own classes, and what stands for a
-# number of rows that is compared.
-_OF_RANK = {"ranks", "rank", "start", "vocab", "layout", "seed", "gradient_seed", "group", "rows"}
-_OF_RANK |= {"vocab_parallel", "valid_bound"}
+# What is not compared: a rank's number, class range and group; the seeds of its own classes; the
+# layout of the list of integers; rows and valid_bound, of which _rows_of is compared.
+_NOT_COMPARED = {
+    "ranks",
+    "rank",
+    "start",
+    "vocab",
+    "layout",
+    "seed",
+    "gradient_seed",
+    "group",
+    "rows",
+}
+_NOT_COMPARED |= {"vocab_parallel", "valid_bound"}
 # Tensors whose shape follows from those of others, or is that of a rank's classes.
 _BY_DTYPE = {"linear_weight", "linear_bias", "adapter_weight", "teacher_weight", "teacher_bias"}
 _BY_DTYPE |= {"target", "weight", "token_weight", "temperature", "teacher_temperature", "num_items"}
@@ -176,7 +186,7 @@ def _of_operator(op, arguments):
 
 
 def _rows_of(arguments):
-    """The rows that an operator computes."""
+    """The rows that an operator computes: a count on CPUs, on GPUs `valid_bound` or None."""
     *_, rows, integers, _, _ = arguments
     if rows != composite.COUNTED:
         return rows
@@ -196,7 +206,7 @@ def _common(call):
     for name, value in options.items():
         common.setdefault(name, [_described(name, value)])
     common["rows that are not ignored"] = [_rows_of(call.arguments)]
-    return {name: values for name, values in common.items() if name not in _OF_RANK}
+    return {name: values for name, values in common.items() if name not in _NOT_COMPARED}
 
 
 def _check_common(given):

@@ -1,6 +1,7 @@
 /* Implements test.h: checks, random data, a plain GEMM, and parallel loops on one and three
  * threads. */
 #include "test.h"
+#include "environment.h"
 
 #include <float.h>
 #include <pthread.h>
@@ -204,14 +205,22 @@ flce_cpu test_cpu(int threads) {
   return (flce_cpu){.gemm = plain_gemm, .parallel_for = threads > 1 ? threaded_for : serial_for};
 }
 
+void test_set_variable(const char* name, const char* value) {
+  if (value)
+    setenv(name, value, 1);
+  else
+    unsetenv(name);
+  CHECK(flce_read_environment(), "no memory for %s", name);
+}
+
 bool test_next_variant(int* index) {
   static const char* const names[] = {"scalar", "avx2", "avx512"};
   while (*index < 3) {
     const char* name = names[(*index)++];
-    setenv("FLCE_CPU_VARIANT", name, 1);
+    test_set_variable("FLCE_CPU_VARIANT", name);
     if (strcmp(flce_cpu_variant(), name) == 0) return true;
     printf("not on this machine: %s\n", name);
   }
-  unsetenv("FLCE_CPU_VARIANT");
+  test_set_variable("FLCE_CPU_VARIANT", NULL);
   return false;
 }

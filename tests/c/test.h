@@ -49,6 +49,9 @@ double test_tiny(flce_dtype dtype);
  * the last one on, the others on three threads. */
 flce_cpu test_cpu(int threads);
 
+/* Sets an environment variable for the calls that follow; NULL: unsets it. */
+void test_set_variable(const char* name, const char* value);
+
 /* Iterates over the variants that this machine supports: sets FLCE_CPU_VARIANT; false at the
  * end. */
 bool test_next_variant(int* index);

@@ -41,8 +41,8 @@ __device__ __forceinline__ void refer_to_tail(const flce_rows& r, int64_t at, Gr
   const S factor = coef[FLCE_COEF_TAIL * r.stat_pitch];
   if (tail == -infinity_of(tail)) return; /* there is no such column, or all have l = -inf */
   S ratio = exp(tail - g.offset);
-  /* Every l of this rank is then so far below TAIL_LSE, another rank's, that exp(l - TAIL_LSE) is
-   * 0. */
+  /* It overflows only where another rank holds the tail's large logits: then exp(l - TAIL_LSE) is 0
+   * for every l of this rank. */
   if (isinf(ratio)) ratio = 0;
   const S l_y = stats[FLCE_STAT_LSE * r.stat_pitch] - stats[FLCE_STAT_NLL * r.stat_pitch];
   const S e_y = l_y < tail ? exp(l_y - tail) : (S)1;

@@ -70,10 +70,16 @@ struct PipelineState {
 };
 
 /* The state at which a consumer begins tile number `count` of its block, every tile taking
- * `depth_steps` stages. */
-__device__ __forceinline__ PipelineState pipeline_state_at(int count, int depth_steps) {
-  return {(count * depth_steps) % kStages, ((count * depth_steps) / kStages) & 1};
+ * `depth_steps` stages. The number of stages before it may exceed 32 bits: the product is taken
+ * modulo 2^32, of which two passes through the ring are a divisor. */
+__host__ __device__ constexpr PipelineState pipeline_state_at(int count, int depth_steps) {
+  const uint32_t position = (uint32_t)count * (uint32_t)depth_steps % (2 * kStages);
+  return {(int)(position % kStages), (int)(position / kStages)};
 }
+static_assert((kStages & (kStages - 1)) == 0, "2 kStages has to divide 2^32");
+/* 5 (2^30 + 1) steps, beyond 2^32: 5 more than a number of whole passes. */
+static_assert(pipeline_state_at((1 << 30) + 1, 5).stage == 5 % kStages, "");
+static_assert(pipeline_state_at((1 << 30) + 1, 5).parity == 5 / kStages % 2, "");
 
 /* Releases a stage to the producers of both blocks, because each producer's multicast loads write
  * to the shared memory of both. `thread` is the index within the calling warpgroup or warp: threads

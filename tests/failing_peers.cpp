@@ -1,0 +1,114 @@
+/* csrc/cuda/peers.cu on a CUDA runtime that only notes what is queued, and of which one call fails:
+ * whichever of a begin's operations cannot be queued, the wait after it is for all that are. Prints
+ * how many calls have failed. Compiled and run by test_peers.py, without a GPU. */
+#include "peers.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { kRanks = 3 };
+enum { kBegin, kEnd, kEvents }; /* in the order in which they are created */
+
+static int g_call, g_fails_at = -1; /* of the calls of one begin */
+static int g_queued;                /* operations on the copy stream */
+static int g_recorded[kEvents];     /* g_queued at the last record of each event */
+static int g_events, g_waited = -1; /* what the caller's stream waits for */
+static char g_copy_stream, g_event_handles[kEvents];
+
+static bool fails() {
+  return g_call++ == g_fails_at;
+}
+
+/* The result of a call that queues an operation on a stream. */
+static bool queue(const void* stream) {
+  if (fails()) return false;
+  if (stream == &g_copy_stream) g_queued++;
+  return true;
+}
+
+static cudaError_t result(bool works) {
+  return works ? cudaSuccess : cudaErrorUnknown;
+}
+
+static CUresult write_value(CUstream stream, CUdeviceptr, cuuint32_t, unsigned) {
+  return queue(stream) ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+
+extern "C" {
+void** __cudaRegisterFatBinary(void*) {
+  return NULL;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t) {
+  return "it fails";
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  *stream = (cudaStream_t)&g_copy_stream;
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = (cudaEvent_t)&g_event_handles[g_events++];
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                             unsigned long long, cudaDriverEntryPointQueryResult*) {
+  *function = (void*)write_value; /* cuStreamWaitValue32 has the same parameters */
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  const int index = (int)((char*)event - g_event_handles);
+  if (index == kBegin && fails()) return cudaErrorUnknown;
+  g_recorded[index] = g_queued;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if ((void*)stream == &g_copy_stream) return result(queue(stream));
+  g_waited = g_recorded[(char*)event - g_event_handles];
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t stream) {
+  return result(queue(stream));
+}
+flce_status flce_cuda_peers_begin(const flce_cuda*, const flce_peers*, flce_collective_id, void*,
+                                  int64_t, int64_t);
+flce_status flce_cuda_peers_wait(const flce_cuda*, flce_collective_id);
+}
+
+/* A collective of which call `fails_at` fails: whether its begin has failed. */
+static bool fails_at(int call) {
+  static char memory[kRanks][64];
+  flce_peers peers = {};
+  peers.ranks = kRanks;
+  for (int rank = 0; rank < kRanks; rank++) peers.data[rank] = peers.flags[rank] = memory[rank];
+  const flce_cuda cuda = {};
+  g_call = 0;
+  g_fails_at = call;
+  const flce_status status =
+      flce_cuda_peers_begin(&cuda, &peers, FLCE_ALL_GATHER_INPUT, memory, 0, 8);
+  g_fails_at = -1;
+  flce_cuda_peers_wait(&cuda, FLCE_ALL_GATHER_INPUT);
+  return status != FLCE_OK;
+}
+
+int main() {
+  int calls = 0;
+  for (bool failed = true; failed; calls += failed) {
+    failed = fails_at(calls);
+    if (g_waited != g_queued) {
+      printf("call %d fails: the wait is for %d of %d operations\n", calls, g_waited, g_queued);
+      return 1;
+    }
+  }
+  printf("%d\n", calls);
+  return 0;
+}
