@@ -101,6 +101,18 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     return made if any(value is not None for value in made[1:]) else loss
 
 
+_OF_ROWS = ("reduction", "z_loss", "return_lse")
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the checks of C
+def _are_allowed(**options):
+    try:
+        composite.check_options(options, 1)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 class RowLosses(typing.NamedTuple):
     """What becomes of the losses of rows that are composed of log-probabilities in Python: the
     options that linear_cross_entropy would apply to them, checked as there."""
@@ -113,10 +125,10 @@ class RowLosses(typing.NamedTuple):
     def of_options(cls, options, input, shape):
         """Pops its three options from `options` and checks them; checks z_loss and return_lse too,
         but leaves these. `shape`: of the rows."""
-        names = ("reduction", "z_loss", "return_lse", "token_weight", "num_items")
-        checked = {name: options[name] for name in names if name in options}
+        checked = {name: options[name] for name in _OF_ROWS if name in options}
         validate.check_tensor("input", input)
-        composite.check_options(checked, 1)
+        if not _are_allowed(**checked):
+            composite.check_options(checked, 1)
         reduction = options.pop("reduction", "mean")
         factor, items = options.pop("token_weight", None), options.pop("num_items", None)
         if factor is not None:

@@ -1,6 +1,7 @@
 """Logits of a few classes of each row: `classes`, `topk`, linear_logprobs_at, TopLogprobs, and
 targets (ids, probabilities): what drawn calls (drawn.py) do not have."""
 
+import functools
 import math
 
 import cases
@@ -142,6 +143,40 @@ def test_autocast_and_compile(device):
     rounded = call(*(t.detach().bfloat16().requires_grad_() for t in (x, w)))
     for ours, theirs in zip(cast, rounded, strict=True):
         assert torch.equal(ours, theirs)
+
+
+IDS, CHANCES = torch.arange(80).reshape(20, 4) % 60, torch.full((20, 4), 0.2)
+ROWS = {"reduction": "none", "token_weight": torch.linspace(0.1, 2.0, 20), "return_lse": True}
+OF_K_CLASSES = {
+    "target": lambda x, w: flce.linear_cross_entropy(x, w, (IDS, CHANCES)),
+    "target, rows": lambda x, w: flce.linear_cross_entropy(x, w, (IDS, CHANCES), **ROWS)[0].sum(),
+    "target, items": lambda x, w: flce.linear_cross_entropy(x, w, (IDS, CHANCES), num_items=7.0),
+    "tail": lambda x, w: flce.linear_logprobs_at(x, w, IDS, tail=True).sum(),
+}
+for _kind in ("forward_kl", "reverse_kl", "jsd"):
+    OF_K_CLASSES[_kind] = functools.partial(
+        flce.linear_divergence, divergence=_kind, teacher_logits=(IDS, CHANCES.log())
+    )
+
+
+@pytest.mark.parametrize("name", OF_K_CLASSES)
+def test_compiles_without_a_break(name):
+    generator, function, made = cases.generator(3), OF_K_CLASSES[name], []
+    leaves = [torch.randn(n, 8, generator=generator).requires_grad_() for n in (20, 60)]
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        loss = call(*leaves)
+        made.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for got, expected in zip(*made, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_options_of_targets_are_refused_when_compiled():
+    def function(x, w):
+        return flce.linear_cross_entropy(x, w, (IDS, CHANCES), reduction="batchmean")
+
+    leaves = [torch.randn(n, 8) for n in (20, 60)]
+    with pytest.raises(ValueError, match="^reduction: expected one of"):
+        torch.compile(function, backend="eager")(*leaves)
 
 
 def test_two_gemms_and_no_logits_in_the_backward(device):

@@ -23,8 +23,8 @@ class Case:
 
     logits: normal (standard deviation 2), flat (0.01), extreme (60), huge (5000), peaked (one class
     about 12 above the others, in every second row the target's), or offset (`offset` added to all
-    of a row). targets: any, equal (one class), or edge: near 0, near V - 1, next to multiples of 128.
-    ignored: none, some, first, last, all. poisoned: the ignored rows of x hold NaN.
+    of a row). targets: any, equal (one class), or edge: near 0, near V - 1, next to multiples of
+    128. ignored: none, some, first, last, all. poisoned: the ignored rows of x hold NaN.
     upstream: the gradient of the loss: one, zero, other; scaled: 65536; expanded: one number for
     all rows; strided: a vector that is not contiguous.
     bias: None, normal, or masked: -inf for some classes that are no target.

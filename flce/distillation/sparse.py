@@ -43,7 +43,8 @@ def _check(input, ids, logprobs):
 
 def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tail, options):
     """The loss as linear_divergence returns it; `options`: the student's."""
-    asked = {"call": "linear_divergence of K classes", **locals(), **options}
+    asked = {"call": "linear_divergence of K classes", "ids": ids, "teacher_logits": logprobs}
+    asked |= {"divergence": divergence, "beta": beta, "tail": tail, **options}
     options = dict(options)
     if tail not in TAILS:
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
