@@ -6,7 +6,7 @@ import contextlib
 import torch
 import torch.utils._python_dispatch
 from torch._C._dynamo import eval_frame
-from torch._guards import detect_fake_mode
+from torch._guards import CompileContext, detect_fake_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext  # 2.0 to 2.14; that of torch.set_default_device
 
@@ -75,8 +75,9 @@ def forbid_addresses(tensor):
 
 
 def is_faking():
-    """Whether torch.compile describes Tensors that a graph is given, or traces (2.0 to 2.14)."""
-    return detect_fake_mode() is not None
+    """Whether torch.compile describes Tensors that a graph is given, traces, or writes guards (2.1
+    to 2.14): those of torch 2.10 and 2.11 ask Tensors after the trace, without its fake mode."""
+    return CompileContext.try_get() is not None or detect_fake_mode() is not None
 
 
 def run_uncompiled(function):

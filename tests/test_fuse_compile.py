@@ -132,8 +132,16 @@ def breaks_in_a_row(logits, labels):
     return loss + logits.mean(-1).sum()
 
 
+def a_view_of_made_logits(logits, labels):
+    """torch.compile asks the view for its dtype when it writes guards, in torch 2.10 and 2.11."""
+    rows = logits.flatten(0, 1)
+    spread = logits.std(-1).mean()
+    dynamo.graph_break()
+    return spread + rows.pow(2).mean()
+
+
 LOSSES = (two_values_live, two_values_live_over_a_break, a_mask, detached_after_a_write)
-LOSSES += (detached_after_a_break, breaks_in_a_row)
+LOSSES += (detached_after_a_break, breaks_in_a_row, a_view_of_made_logits)
 
 
 @pytest.mark.parametrize("when", ["labels", "always"])

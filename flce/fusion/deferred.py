@@ -328,7 +328,9 @@ def _with_memory(function):
         value._flce.memory.is_touched |= torch_private.OF_MEMORY[function]
         with torch_private.without_torch_function():
             grad = value.requires_grad
-        return _value(value).detach().requires_grad_(grad)
+        # torch.compile asks for the memory of what its inputs are views of under its fake mode.
+        with torch_private.without_dispatch_modes():
+            return _value(value).detach().requires_grad_(grad)
 
     return real
 
