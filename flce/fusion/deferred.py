@@ -278,14 +278,15 @@ def _steps_by_torch(function, args, kwargs, expected):
         _state.expected = before
     made = [made] if isinstance(made, torch.Tensor) else [*made]
     proxies = {one._flce: one for one in (*args, *kwargs.values()) if _is_deferred(one)}
-    for value, (origins, record, call) in zip(made, expected, strict=True):
-        value._flce.record, value._flce.call = record, call
-        with torch_private.without_torch_function():
-            if value.grad_fn is not None:
-                found = [node for node in origins if node.has_gradient]
-                anchors = [a for node in found for a in node.anchors or (proxies[node],)]
-                signalled = [one for node in found for one in _signalled(proxies[node])]
-                value._flce.anchors, value._flce.signalled = tuple(anchors), tuple(signalled)
+    with torch_private.without_torch_function():
+        for value, (origins, record, call) in zip(made, expected, strict=True):
+            node = value._flce
+            node.record, node.call = record, call
+            if value.grad_fn is not None:  # a view without a gradient requires one, too
+                found = [one for one in origins if one.has_gradient]
+                for one in found:
+                    node.anchors += one.anchors or (proxies[one],)
+                    node.signalled += _signalled(proxies[one])
     return made
 
 
@@ -347,6 +348,7 @@ _FACTORIES = {
 # that of their operand: they need not be asked on the meta device.
 _OF_ROWS = {getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp", "clone")}
 _OF_ROWS = {getattr(packet, name) for packet in _OF_ROWS for name in packet.overloads()}
+_VIEW = torch.ops.aten.view.default
 _SOFTMAXES = {torch.ops.aten._log_softmax.default, torch.ops.aten._softmax.default}
 
 
@@ -402,6 +404,10 @@ def _lazily(function, args, kwargs):
         dtype = found.layout_of[-1] if is_known and len(others) == 1 else record.dtype
         layout = record.shape, contiguous_strides(record.shape), 0, dtype
         return DeferredLogits(LazyNode(found.call, None, layout, (function, nodes, named, None)))
+    if record is not None and function is _VIEW and _is_contiguous(found):
+        layout = record.shape, contiguous_strides(record.shape), *found.layout_of[2:]
+        operation = function, nodes, named, None
+        return DeferredLogits(LazyNode(found.call, None, layout, operation, found))
     if is_flat:
         metas, of_metas = (found.layout(), *args[1:]), dict(kwargs)
     else:
@@ -435,6 +441,11 @@ def _kept(value):
     if _is_deferred(value):
         return value._flce
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_contiguous(node):
+    shape, strides, _, _ = node.layout_of
+    return tuple(strides) == contiguous_strides(shape)
 
 
 def contiguous_strides(shape):

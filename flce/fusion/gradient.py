@@ -245,10 +245,11 @@ def anchors_of(found, is_sum):
     found = [one for one in found if one._flce.has_gradient]
     if not found:
         return None
-    require(all(one._flce.call.requires_grad for one in found))
-    every = [one._flce.anchors or (one,) for one in found]
-    require(is_sum or all(len(a) == len(every[0]) for a in every))
-    require(is_sum or all(a is b for other in every for a, b in zip(every[0], other, strict=True)))
-    # Of written values the graph is another.
-    require(not any(anchor._flce.memory.is_touched for anchors in every for anchor in anchors))
-    return found[0], every[0]
+    first = found[0]._flce.anchors or (found[0],)
+    for one in found:
+        require(one._flce.call.requires_grad)
+        anchors = one._flce.anchors or (one,)
+        require(is_sum or [*map(id, anchors)] == [*map(id, first)])
+        for anchor in anchors:  # of written values the graph is another
+            require(not anchor._flce.memory.is_touched)
+    return found[0], first
