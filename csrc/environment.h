@@ -1,7 +1,7 @@
 /* The environment variables that C reads in a call (Python reads FLCE_MAX_MEMORY and FLCE_PEERS).
- * Calls do not use getenv: torch runs
- * operators without Python's GIL, while another thread may set os.environ and so be in setenv. They
- * see copies, made when the module is loaded and by flce_read_environment(). */
+ * Calls do not use getenv: torch runs operators without Python's GIL, while another thread may set
+ * os.environ and so be in setenv. They see copies, made when the module is loaded and by
+ * flce_read_environment(). */
 #ifndef FLCE_ENVIRONMENT_H
 #define FLCE_ENVIRONMENT_H
 
