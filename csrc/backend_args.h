@@ -226,11 +226,12 @@ typedef struct flce_divergence_args {
   /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL
    * with both `sums` and `writes`. */
   void* partial;
-  bool sums;   /* computes the sums over these classes */
-  bool writes; /* writes loss and out from the sums, or from `partial` without `sums` */
-  /* Without `sums` and `out` no z is read: a rank without a class has none. */
-  /* Then replaces the student's INV_SUM by 1 / an upper bound of the row's sum of |dz_j|, or by 0
-   * for a bound of 0: sample_rows reads it as 1 / S. */
+  bool sums; /* computes the sums over these classes */
+  /* Writes loss and out from the sums, or from `partial` without `sums`. With neither `sums` nor
+   * `out` no z is read: a rank without a class has none. */
+  bool writes;
+  /* With `writes`: replaces the student's INV_SUM by 1 / an upper bound of the row's sum of |dz_j|,
+   * or by 0 for a bound of 0: sample_rows reads it as 1 / S. */
   bool stores_bound;
 } flce_divergence_args;
 

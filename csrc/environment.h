@@ -1,7 +1,7 @@
 /* The environment variables that C reads in a call (Python reads FLCE_MAX_MEMORY and FLCE_PEERS).
- * Calls do not use getenv: torch runs
- * operators without Python's GIL, while another thread may set os.environ and so be in setenv. They
- * see copies, made when the module is loaded and by flce_read_environment(). */
+ * Calls do not use getenv: torch runs operators without Python's GIL, while another thread may set
+ * os.environ and so be in setenv. They see copies, made when the module is loaded and by
+ * flce_read_environment(). */
 #ifndef FLCE_ENVIRONMENT_H
 #define FLCE_ENVIRONMENT_H
 
@@ -19,9 +19,8 @@ typedef enum flce_variable {
   FLCE_VARIABLE_COUNT
 } flce_variable;
 
-/* Copies the variables again. Not while another thread is in it or in setenv: Python's calls are
- * preceded by it and hold the GIL (flce/operators.py). False: out of memory, some copies are old.
- */
+/* Copies the variables again. May not run beside itself or setenv: Python calls it before each
+ * operator and holds the GIL (flce/operators.py). False: out of memory, and some copies are old. */
 bool flce_read_environment(void);
 
 /* The copy of a variable, NULL if it was not set. The text remains valid and the same. */

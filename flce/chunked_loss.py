@@ -92,7 +92,7 @@ def linear_loss(
 
 
 class _Outputs(typing.NamedTuple):
-    """The arguments `entropy` and `tail` of linear_loss: what loss_fn gets beside log p."""
+    """The arguments `entropy` and `tail` of linear_loss, which select what loss_fn receives."""
 
     entropy: str | None
     tail: bool

@@ -8,7 +8,6 @@ import typing
 import torch
 
 from . import composite, validate
-from ._C import getenv
 from .options import RETURNS, defaults, ignore_index_of
 
 _DEFAULTS = {**defaults(), **dict.fromkeys(RETURNS, False)}
@@ -54,15 +53,15 @@ def _logprobs_of_classes(made, at):
     return torch.where(own.isinf(), from_lse, finite)
 
 
-def logprobs_at(call, input, linear_weight, ids, options, tail=False, asked=None):
-    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `asked`:
-    of composite.ShardedCall, where another function than that calls it."""
+def logprobs_at(call, input, linear_weight, ids, options, tail=False, caller=None):
+    """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `caller`:
+    see composite.ShardedCall, where another function than that calls it."""
     validate.check_flag("tail", tail)
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
     options["return_tail_lse"] = tail
-    asked = asked or {"call": "linear_logprobs_at", "ids": ids, "tail": tail}
-    made = call(input, linear_weight, target, asked=asked, **options)
+    caller = caller or {"call": "linear_logprobs_at", "ids": ids, "tail": tail}
+    made = call(input, linear_weight, target, caller=caller, **options)
     logprobs = _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
     if not tail:
         return logprobs
@@ -76,7 +75,7 @@ _NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
 def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     """linear_cross_entropy with probabilities of K classes of each row. `call`: composed_call of
     functional.py, or a stand-in; `options`: all of linear_cross_entropy, defaults included."""
-    asked = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
+    caller = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
     for name in _NOT_OF_SPARSE:
         given = options.pop(name)
         if isinstance(given, torch.Tensor) or given != _DEFAULTS[name]:
@@ -92,7 +91,7 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     own = RowLosses.of_options(options, input, ids.shape[:-1])
     z_loss, return_lse = options.pop("z_loss"), options.pop("return_lse")
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
-    made = call(input, linear_weight, target, asked=asked, **options)
+    made = call(input, linear_weight, target, caller=caller, **options)
     probabilities = probabilities.masked_fill(absent, 0.0)
     gaps = -_logprobs_of_classes(made, at).masked_fill(probabilities == 0, 0.0)
     rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
@@ -150,6 +149,6 @@ class RowLosses(typing.NamedTuple):
         valid = (~ignored).sum().to(rows.dtype)
         items = self.num_items
         if type(items) is torch.Tensor and not composite.is_traced():
-            if items.is_cpu or getenv("FLCE_CHECK") not in (None, "", "0"):
+            if items.is_cpu or validate.checks_values():
                 validate.check_items(items, valid)
         return composite.mean_of(rows.sum(), valid, items)

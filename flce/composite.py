@@ -20,15 +20,15 @@ from .targets import shifted_target
 class ShardedCall(typing.NamedTuple):
     """What ranks that divide the vocabulary may compare before a call.
 
-    op, arguments: the operator and its arguments, without a seed. given: the options of the call,
-    by name. asked: the arguments of the function that the caller called, by name, where that is
-    composed of this call, else None.
+    op, arguments: the operator and its arguments, without a seed. options: of the call, by name.
+    caller: the name ("call") and the arguments of a public function that is composed of this call;
+    None where the user has made this call.
     """
 
     op: object
     arguments: tuple
-    given: dict
-    asked: dict | None
+    options: dict
+    caller: dict | None
 
 
 before_sharded_call = None  # set by flce.distributed: takes a ShardedCall
@@ -268,12 +268,12 @@ def check_options(given, rows, **sizes):
 
 
 def linear_cross_entropy_of(
-    input, linear_weight, target, given, teacher=None, *, first_token=0, asked=None
+    input, linear_weight, target, given, teacher=None, *, first_token=0, caller=None
 ):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
     none is. `given`: the options that the caller gave, by name; a missing one has its default.
     `teacher`: of a divergence from it (linear_divergence_of). `first_token`: the number of the
-    first row, where these are a part of the caller's. `asked`: of ShardedCall."""
+    first row, where these are a part of the caller's. `caller`: see ShardedCall."""
     packed, tensors = split(given)
     weight = differentiated = linear_weight
     autocast = autocast_code(input)
@@ -287,7 +287,9 @@ def linear_cross_entropy_of(
         grad and differentiated.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    *vectors, num_items = _loss_tensors(packed, tensors, target, input, weight)
+    class_weight, token_weight, temperature, num_items = _loss_tensors(
+        packed, tensors, target, input, weight
+    )
     accumulates = packed.accumulate_into is not None and needs[1] and not frozen
     accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
     offsets = tensors.get("cu_seqlens")
@@ -306,27 +308,28 @@ def linear_cross_entropy_of(
     if first_token:
         integers = replaced(integers, first_token=first_token)
     lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
-    operands = input, weight, target, bias, *vectors
-    if packed.ranks > 1:
-        forward, others = operators.inner.forward.default, (*vectors, num_items, None, classes)
-        if teacher:
-            forward = operators.inner.divergence.default
-            others = *vectors[1:], num_items, None, *teacher
-        arguments = input, weight, target, bias, *others, *lists
-        before_sharded_call(ShardedCall(forward, arguments, given, asked))
+    of_rows = token_weight, temperature, num_items
     if teacher:
-        vectors = *vectors[1:], num_items, _seed(packed, tensors, input)
+        op, of_loss, last = operators.inner.divergence.default, of_rows, teacher
+    else:
+        op, of_loss, last = operators.inner.forward.default, (class_weight, *of_rows), (classes,)
+    operands = input, weight, target, bias, *of_loss
+    if packed.ranks > 1:
+        arguments = *operands, None, *last, *lists
+        before_sharded_call(ShardedCall(op, arguments, given, caller))
+    operands = *operands, _seed(packed, tensors, input)
+    if teacher:
         joins = {"count": 1, "accumulator": accumulator} if any(needs) else {}
-        return _divergence((input, weight, target, bias, *vectors), teacher, lists, joins)
+        return _divergence(operands, teacher, lists, joins)
     if traced and any(needs):
         # The fakes have to know which outputs there are.
         lists = fakes.with_strategy(input, weight, target, bias, lists)
-    operands = *operands, num_items, _seed(packed, tensors, input), classes
-    made = list(operators.run(operators.inner.forward.default, *operands, *lists))
+    made = list(operators.run(op, *operands, classes, *lists))
     if any(needs):
         count = 3 if wants_classes else 2 if packed.differentiable else 1
         leaves, gemm_weight = (input, differentiated, bias), weight if frozen else None
-        constants = target, *vectors, made[-1] if packed.topk else classes
+        of_classes = made[-1] if packed.topk else classes
+        constants = target, class_weight, token_weight, temperature, of_classes
         rest = made, count, lists, constants, accumulator, gemm_weight
         outputs = autograd.LinearCrossEntropy.apply(*leaves, *rest)
         for index, output in zip(autograd.DIFFERENTIABLE, outputs, strict=False):

@@ -130,10 +130,13 @@ def _checked_lists(rest):
     return lists
 
 
-def _fake_forward(input, linear_weight, target, linear_bias, *rest):
-    operands = input, linear_weight, target, linear_bias
-    lists, given = _checked_lists(rest[6:]), rest[5]
-    shape = _check_call(*operands, lists[2], *rest[:4])
+def _fake_forward(
+    input, linear_weight, target, linear_bias,
+    weight, token_weight, token_temperature, num_items, seed, classes, *rest,
+):  # fmt: skip
+    operands, lists = (input, linear_weight, target, linear_bias), _checked_lists(rest)
+    of_loss = weight, token_weight, token_temperature, num_items
+    shape = _check_call(*operands, lists[2], *of_loss)
     lists = with_strategy(*operands, lists)
     found = described(*operands, lists)
     dtype = DTYPES[found.stat_dtype]
@@ -141,7 +144,8 @@ def _fake_forward(input, linear_weight, target, linear_bias, *rest):
     top = logits = None
     if found.candidates:
         top = target.new_empty((*rows_shape(target), found.candidates), dtype=torch.int64)
-    if (classes := top if given is None else given) is not None:
+    classes = top if classes is None else classes
+    if classes is not None:
         check_shape("classes", classes, (*shape, *classes.shape[-1:]))
         check_same_device("classes", classes, "input", input)
         logits = classes.new_empty(classes.shape, dtype=dtype)
@@ -190,21 +194,25 @@ def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias,
     return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
 
 
-def _fake_divergence(input, linear_weight, target, linear_bias, *rest):
-    valid_vocab, rows, integers, *others = _checked_lists(rest[9:])
-    shape = _check_call(input, linear_weight, target, linear_bias, integers, None, *rest[:3])
-    teacher, gives_logits = rest[4], rest[5] is None
+def _fake_divergence(
+    input, linear_weight, target, linear_bias, token_weight, token_temperature, num_items, seed,
+    teacher_input, teacher_weight, teacher_bias, teacher_temperature, teacher, *rest,
+):  # fmt: skip
+    valid_vocab, rows, integers, numbers, group = _checked_lists(rest)
+    operands = input, linear_weight, target, linear_bias
+    shape = _check_call(*operands, integers, None, token_weight, token_temperature, num_items)
+    gives_logits = teacher_weight is None
     first = "teacher_logits" if gives_logits else "teacher_input"
-    names = first, "teacher_weight", "teacher_bias", "teacher_temperature"
-    for name, tensor in zip(names, rest[4:8], strict=True):
+    named = {first: teacher_input, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    named["teacher_temperature"] = teacher_temperature
+    for name, tensor in named.items():
         if tensor is not None:
             check_same_device(name, tensor, "input", input)
     leading = shape if gives_logits else input.shape[:-1]
-    check_shape(first, teacher, (*leading, *teacher.shape[-1:]))
+    check_shape(first, teacher_input, (*leading, *teacher_input.shape[-1:]))
     save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
     integers = replaced(integers, save=CHOICES["save"].index(save))
-    operands = input, linear_weight, target, linear_bias
-    lists = valid_vocab, rows, integers, *others
+    lists = valid_vocab, rows, integers, numbers, group
     found = described(*operands, lists, teacher_hidden=1)  # no size depends on the teacher's
     dtype, keeps = DTYPES[found.stat_dtype], found.keeps_statistics
     loss, _, scalars, _ = _fake_loss(target, integers, dtype, keeps)

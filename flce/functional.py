@@ -31,10 +31,10 @@ _KERNELS = {
 }
 
 
-def _call(name, known, operands, options, asked=None):
+def _call(name, known, operands, options, caller=None):
     """The loss, or the loss with the wanted outputs: directly, or through the composite operator
-    if the call is traced or transformed. `known`: the options that the function has; `asked`: of
-    composite.ShardedCall."""
+    if the call is traced or transformed. `known`: the options that the function has; `caller`:
+    see composite.ShardedCall."""
     if not known.keys() >= options.keys():
         table.check_names(name, known, options)
     kinds = (*map(type, operands), *map(type, options.values()))
@@ -48,7 +48,7 @@ def _call(name, known, operands, options, asked=None):
     if options.get("options") is not None:
         options = with_torch_options(operands[1], options)
     gets_gradient = torch.is_grad_enabled() and operands[1].requires_grad
-    of_call = {} if asked is None else {"asked": asked}
+    of_call = {} if caller is None else {"caller": caller}
     if options.get("accumulate_into") is not None and gets_gradient:
         accumulate.refuse_tracing()
         # torch.compile would trace it after the graph break at refuse_tracing.
@@ -67,8 +67,8 @@ def part_from(first_token):
     messages have the rows' numbers in that call. Of plain tensors, outside of graphs and
     transforms."""
 
-    def call(*operands, asked=None, **options):
-        of_part = {"first_token": first_token, "asked": asked}
+    def call(*operands, caller=None, **options):
+        of_part = {"first_token": first_token, "caller": caller}
         return _result(composite.linear_cross_entropy_of(*operands, options, **of_part))
 
     return call
@@ -273,10 +273,10 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
 
 
-def composed_call(input, linear_weight, target, *, asked, **options):
-    """linear_cross_entropy of a class target, for a function that is composed of it; `asked`: of
-    composite.ShardedCall."""
-    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, asked)
+def composed_call(input, linear_weight, target, *, caller, **options):
+    """linear_cross_entropy of a class target, for a function that is composed of it; `caller`:
+    see composite.ShardedCall."""
+    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, caller)
 
 
 def with_local_factors(options):

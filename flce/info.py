@@ -5,7 +5,7 @@ import platform
 import torch
 
 import flce
-from flce import operators
+from flce.operators import inner, run_plain
 from flce.options import default_memory
 
 
@@ -13,7 +13,7 @@ def lines():
     """Yields the lines of the report."""
     yield f"flce {flce.__version__}"
     yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
-    variant = operators.run_plain(operators.inner.cpu_variant.default)
+    variant = run_plain(inner.cpu_variant.default)
     yield f"cpu row passes: {variant}, {torch.get_num_threads()} threads"
     yield f"cpu default max_memory: {default_memory(torch.device('cpu'))} bytes"
     for line in torch.ops.flce.cuda_describe().splitlines():

@@ -7,6 +7,8 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
+from ._C import getenv
+
 
 def refuse(name, expected, got, error=ValueError):
     """Raises a refusal: it names the argument, what was expected and what came."""
@@ -145,6 +147,11 @@ def num_items_tensor(num_items, reduction, first):
     if not 0.0 <= value <= torch.finfo(dtype).max:
         refuse("num_items", "a finite number of at least 0", value)
     return torch.full((), value, dtype=dtype, device=first.device)
+
+
+def checks_values():
+    """Whether FLCE_CHECK asks for checks that wait for the device or for other ranks."""
+    return getenv("FLCE_CHECK") not in (None, "", "0")
 
 
 def check_items(items, valid):

@@ -140,10 +140,10 @@ class Drawn:
         names = [name for name in dict.fromkeys(names) if name.isidentifier()]
         first, last = self.lines[:at], [] if at is None else self.lines[at:]
         if last:
-            last = ["def others(total, held):"]
-            last += [f"    {', '.join(names)} = {', '.join(f'held[{n!r}]' for n in names)}"]
+            last = ["def others(total, values):"]
+            last += [f"    {', '.join(names)} = {', '.join(f'values[{n!r}]' for n in names)}"]
             last += [f"    {line}" for line in self.lines[at:]] + ["    return total"]
-            held = ", ".join(f"{n!r}: {n}" for n in names)
-            last += [f"total = others(total, {{{held}}})"]
+            values = ", ".join(f"{n!r}: {n}" for n in names)
+            last += [f"total = others(total, {{{values}}})"]
         lines = [*first, *last, "return total"]
         return "def loss(z, y):\n" + "".join(f"    {line}\n" for line in lines)

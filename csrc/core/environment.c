@@ -15,7 +15,7 @@ typedef struct past_value {
 static past_value* past_values;
 static _Atomic(const char*) copies[FLCE_VARIABLE_COUNT];
 
-/* The past value with this text, which it becomes if there is none. NULL: out of memory. */
+/* The stored text that equals `text`; it is stored first if there is none. NULL: out of memory. */
 static const char* lasting_copy(const char* text) {
   for (const past_value* value = past_values; value; value = value->next)
     if (strcmp(value->text, text) == 0) return value->text;

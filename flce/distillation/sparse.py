@@ -43,8 +43,8 @@ def _check(input, ids, logprobs):
 
 def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tail, options):
     """The loss as linear_divergence returns it; `options`: the student's."""
-    asked = {"call": "linear_divergence of K classes", "ids": ids, "teacher_logits": logprobs}
-    asked |= {"divergence": divergence, "beta": beta, "tail": tail, **options}
+    caller = {"call": "linear_divergence of K classes", "ids": ids, "teacher_logits": logprobs}
+    caller |= {"divergence": divergence, "beta": beta, "tail": tail, **options}
     options = dict(options)
     if tail not in TAILS:
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
@@ -58,7 +58,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     rows = class_losses.RowLosses.of_options(options, input, ids.shape[:-1])
     has_tail = tail == "class"
     log_p = class_losses.logprobs_at(
-        functional.composed_call, input, linear_weight, ids, options, has_tail, asked
+        functional.composed_call, input, linear_weight, ids, options, has_tail, caller
     )
     absent = validate.is_equal(ids, ignore_index_of(options.get("ignore_index", -100)))
     ignored = absent.all(dim=-1)

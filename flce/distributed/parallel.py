@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from .. import composite, fakes, validate
-from .._C import getenv
 from ..options import (
     CHOICES,
     DIVERGENCES,
@@ -198,11 +197,11 @@ def _common(call):
     """{name: values} of what the calls of all ranks have to have in common: every argument of the
     operator, every option that the caller has given, and every argument of the function that calls
     another one, but for those that may differ. A name may stand for a number and for a tensor."""
-    asked = {"call": call.op.name(), **(call.asked or {})}
+    caller = {"call": call.op.name(), **(call.caller or {})}
     common = {}
-    for name, value in (*asked.items(), *_of_operator(call.op, call.arguments)):
+    for name, value in (*caller.items(), *_of_operator(call.op, call.arguments)):
         common.setdefault(name, []).append(_described(name, value))
-    options = {**defaults(), **dict.fromkeys(RETURNS, False), **call.given}
+    options = {**defaults(), **dict.fromkeys(RETURNS, False), **call.options}
     for name, value in options.items():
         common.setdefault(name, [_described(name, value)])
     common["rows that are not ignored"] = [_rows_of(call.arguments)]
@@ -211,12 +210,12 @@ def _common(call):
 
 def _check_common(given):
     """`given`: _common of each rank."""
+    first = given[0]
     for rank, own in enumerate(given):
-        for name in {**given[0], **own}:
-            pairs = itertools.zip_longest(given[0].get(name, ()), own.get(name, ()))
-            for first, value in pairs:
-                if value != first:
-                    got = f"{first!r} on rank 0, {value!r} on rank {rank}"
+        for name in first | own:
+            for one, other in itertools.zip_longest(first.get(name, ()), own.get(name, ())):
+                if one != other:
+                    got = f"{one!r} on rank 0, {other!r} on rank {rank}"
                     validate.refuse(name, "the same on all ranks", got)
 
 
@@ -230,7 +229,7 @@ def before_call(call):
     *_, integers, numbers, name = call.arguments
     ranks = value_of(integers, "ranks")
     group = collectives.group_of(name, value_of(integers, "rank"), ranks)
-    compares = getenv("FLCE_CHECK") not in (None, "", "0")
+    compares = validate.checks_values()
     if group in collectives.compared and not compares:
         return
     # Nor is an object exchanged while a CUDA graph is captured, or with what is fake.

@@ -1,198 +1,11 @@
 /* A sharded vocabulary: ranks are threads, their collectives copy memory. Every rank's results
  * against the definition of the whole vocabulary, and the bits of the ranks against each other. */
 #include "cpu/cpu.h"
-#include "engine_case.h"
+#include "rank_threads.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-enum { MOST_RANKS = 8 };
-
-/* A collective in flight: what a rank sends, and where it receives. */
-typedef struct transfer {
-  const char* sent;
-  char* recv;
-  int64_t bytes;
-  bool to_all; /* block r of what is sent goes to rank r; else all ranks get the same */
-  bool flies;
-} transfer;
-
-/* What the ranks share: a barrier that fails once a rank has ended, and their transfers. */
-typedef struct group {
-  int ranks;
-  pthread_mutex_t mutex;
-  pthread_cond_t all_here;
-  int waiting, rounds, ended;
-  bool has_buffers; /* the collectives send from memory of their own */
-  transfer transfers[FLCE_COLLECTIVES][MOST_RANKS];
-  _Atomic int unequal; /* collectives whose sizes differ between ranks */
-} group;
-
-typedef struct member {
-  group* all;
-  int rank;
-  void* buffers[FLCE_COLLECTIVES];
-  int collectives;
-} member;
-
-static bool meet(group* all) {
-  pthread_mutex_lock(&all->mutex);
-  int round = all->rounds;
-  if (++all->waiting == all->ranks) {
-    all->waiting = 0;
-    all->rounds++;
-    pthread_cond_broadcast(&all->all_here);
-  }
-  while (round == all->rounds && all->ended == 0) pthread_cond_wait(&all->all_here, &all->mutex);
-  bool met = round != all->rounds;
-  pthread_mutex_unlock(&all->mutex);
-  return met;
-}
-
-static void end(group* all) {
-  pthread_mutex_lock(&all->mutex);
-  all->ended++;
-  pthread_cond_broadcast(&all->all_here);
-  pthread_mutex_unlock(&all->mutex);
-}
-
-/* The blocks received are NaN until the wait, which copies what the send buffers then hold: neither
- * buffer may be touched in between. */
-static flce_status begin(member* own, flce_collective_id id, transfer given) {
-  transfer* mine = &own->all->transfers[id][own->rank];
-  if (mine->flies) return flce_fail(FLCE_DEVICE_ERROR, "collective %d is in flight", (int)id);
-  *mine = given;
-  mine->flies = true;
-  for (int r = 0; r < own->all->ranks; r++) {
-    char* block = given.recv + r * given.bytes;
-    bool sends = block >= given.sent && block < given.sent + given.bytes;
-    if (r != own->rank || !(sends || own->buffers[id])) memset(block, 0xff, (size_t)given.bytes);
-  }
-  own->collectives++;
-  return FLCE_OK;
-}
-
-static flce_status all_gather(void* self, flce_collective_id id, void* recv, const void* send,
-                              int64_t bytes) {
-  return begin(self, id, (transfer){.sent = send, .recv = recv, .bytes = bytes});
-}
-
-static flce_status all_to_all(void* self, flce_collective_id id, void* recv, const void* send,
-                              int64_t bytes) {
-  return begin(self, id, (transfer){.sent = send, .recv = recv, .bytes = bytes, .to_all = true});
-}
-
-/* Memory of the table, full of NaN. */
-static flce_status send_buffer(void* self, flce_collective_id id, int64_t bytes, void** memory) {
-  member* own = self;
-  *memory = NULL;
-  if (!own->all->has_buffers) return FLCE_OK;
-  free(own->buffers[id]);
-  *memory = own->buffers[id] = malloc((size_t)bytes + 1);
-  memset(*memory, 0xff, (size_t)bytes);
-  return FLCE_OK;
-}
-
-/* Both ends wait for all ranks: no rank may change what another has not copied yet. */
-static flce_status wait_for(void* self, flce_collective_id id) {
-  member* own = self;
-  group* all = own->all;
-  transfer* mine = &all->transfers[id][own->rank];
-  if (!mine->flies) return flce_fail(FLCE_DEVICE_ERROR, "nothing to wait for");
-  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended before a collective");
-  for (int r = 0; r < all->ranks; r++) {
-    const transfer* other = &all->transfers[id][r];
-    if (other->bytes != mine->bytes) atomic_fetch_add(&all->unequal, 1);
-    const char* from = other->sent + (mine->to_all ? own->rank * mine->bytes : 0);
-    char* to = mine->recv + r * mine->bytes;
-    bool keeps = r == own->rank && (own->buffers[id] || to == from);
-    if (!keeps) memcpy(to, from, (size_t)mine->bytes);
-  }
-  if (!meet(all)) return flce_fail(FLCE_DEVICE_ERROR, "a rank has ended in a collective");
-  mine->flies = false;
-  return FLCE_OK;
-}
-
-/* Only after a failure, which is noted where it occurs. */
-static void abandon(void* self, unsigned in_flight) {
-  (void)self, (void)in_flight;
-}
-
-/* One rank's call: its setting and its view of the model. */
-typedef struct rank_call {
-  member own;
-  flce_comm comm;
-  setting s;
-  flce_problem teacher; /* that of s.problem, of this rank */
-  model m;
-  run r;
-} rank_call;
-
-static void* run_rank(void* context) {
-  rank_call* call = context;
-  call->r = run_all(&call->s, &call->m, 1);
-  end(call->own.all);
-  return NULL;
-}
-
-static void free_rank(rank_call* call) {
-  free_run(&call->r);
-  for (int id = 0; id < FLCE_COLLECTIVES; id++) free(call->own.buffers[id]);
-}
-
-static void* elements(void* data, flce_dtype dtype, int64_t count) {
-  return (char*)data + count * flce_size_of(dtype);
-}
-
-/* The teacher of a rank, whose problem is `own`: its rows of W, or all columns of its logits. */
-static void open_teacher(rank_call* call, const flce_problem* own, const flce_tensors* whole) {
-  flce_problem* teacher = &call->teacher;
-  *teacher = *own->teacher;
-  teacher->ranks = own->ranks;
-  teacher->rank = own->rank;
-  teacher->classes = own->classes;
-  teacher->first_class = own->first_class;
-  teacher->weight_rows = own->weight_rows;
-  teacher->vocab = own->vocab;
-  call->s.problem.teacher = teacher;
-  if (teacher->gives_logits)
-    teacher->first_logit = own->first_class;
-  else
-    call->m.teacher.linear_weight = elements((void*)whole->linear_weight, teacher->weight_dtype,
-                                             own->first_class * teacher->hidden);
-}
-
-/* The setting of a rank with the rows [first, end) of W, and the model from these rows on. */
-static void open_rank(rank_call* call, group* all, int rank, const setting* s, const model* m,
-                      int64_t first, int64_t end) {
-  const flce_problem* p = &s->problem;
-  int64_t cols = flce_grad_weight_cols(p);
-  *call = (rank_call){.own = {.all = all, .rank = rank}, .s = *s, .m = *m};
-  call->comm = (flce_comm){&call->own, send_buffer, all_gather, all_to_all, wait_for, abandon};
-  flce_problem* own = &call->s.problem;
-  own->ranks = all->ranks;
-  own->rank = rank;
-  own->classes = p->vocab;
-  own->first_class = first < p->vocab ? first : p->vocab;
-  own->weight_rows = end - first;
-  own->vocab = (end < p->vocab ? end : p->vocab) - own->first_class;
-  call->s.comm = &call->comm;
-  if (own->teacher) open_teacher(call, own, &m->teacher);
-  int64_t rows = flce_input_rows(own);
-  if (own->input_is_sharded) call->m.x = elements(m->x, p->input_dtype, rank * rows * p->hidden);
-  call->m.w = elements(m->w, p->weight_dtype, first * p->hidden);
-  call->m.bias = elements(m->bias, p->bias_dtype, first);
-  call->m.start = elements(m->start, p->added_dtype, first * cols);
-  call->m.dw = m->dw + first * cols, call->m.dw_size = m->dw_size + first * cols;
-  call->m.db = m->db + first, call->m.db_size = m->db_size + first;
-  if (own->input_is_sharded) {
-    call->m.dx = m->dx + rank * rows * p->hidden;
-    call->m.dx_size = m->dx_size + rank * rows * p->hidden;
-  }
-}
 
 /* dX of a rank; with partial_grad_input it is a term of the sum. */
 static void check_input(const rank_call* calls, int rank, int ranks, const model* m) {
@@ -245,21 +58,6 @@ static void check_rank(const rank_call* calls, int rank, int ranks, const model*
   if (p->want_grad_bias && p->weight_rows > 0)
     compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, call->m.db, call->m.db_size,
             p->weight_rows);
-}
-
-/* Runs the setting on ranks whose rows of W end at `ends`, each in a thread. */
-static void run_threads(const setting* s, const model* m, int ranks, const int64_t* ends,
-                        group* all, rank_call* calls) {
-  pthread_t threads[MOST_RANKS];
-  *all = (group){.ranks = ranks,
-                 .has_buffers = ranks == 4,
-                 .mutex = PTHREAD_MUTEX_INITIALIZER,
-                 .all_here = PTHREAD_COND_INITIALIZER};
-  for (int r = 0; r < ranks; r++)
-    open_rank(&calls[r], all, r, s, m, r > 0 ? ends[r - 1] : 0, ends[r]);
-  for (int r = 0; r < ranks; r++) pthread_create(&threads[r], NULL, run_rank, &calls[r]);
-  for (int r = 0; r < ranks; r++) pthread_join(threads[r], NULL);
-  CHECK(all->unequal == 0, "%d blocks of a collective differ in size", all->unequal);
 }
 
 static void run_ranks(const setting* s, const model* m, int ranks, const int64_t* ends) {
@@ -434,6 +232,15 @@ static void test_equal_caps(void) {
   }
 }
 
+/* `count` float64 numbers of a rank, `own`, against those of one process from `first` on. */
+static void compare_near(const char* name, const void* made, const void* one, int64_t first,
+                         int64_t count, double tolerance, const flce_problem* own) {
+  for (int64_t i = 0; i < count; i++)
+    CHECK(test_close(flce_load(made, FLCE_F64, i), flce_load(one, FLCE_F64, first + i), tolerance),
+          "rank %lld, divergence %d: %s %lld", (long long)own->rank, own->divergence, name,
+          (long long)i);
+}
+
 /* A divergence on ranks, each of them without a class in turn, against one process. */
 static void compare_divergences(const setting* s, const model* m) {
   const int64_t v = s->problem.vocab, ends[][3] = {{0, 30, v}, {30, 30, v}, {30, v, v}};
@@ -448,19 +255,13 @@ static void compare_divergences(const setting* s, const model* m) {
       const flce_problem* own = &calls[r].s.problem;
       int64_t rows = p->reduction == FLCE_NONE ? p->tokens : 1;
       CHECK(made->status == FLCE_OK, "rank %d: %s", r, flce_status_name(made->status));
-      for (int64_t i = 0; i < rows; i++)
-        CHECK(test_close(flce_load(made->t.loss, FLCE_F64, i), flce_load(one.t.loss, FLCE_F64, i),
-                         1e-11),
-              "rank %d, divergence %d: loss %lld", r, p->divergence, (long long)i);
-      for (int64_t i = 0; p->save == FLCE_SAVE_GRADS && i < p->tokens * p->hidden; i++)
-        CHECK(test_close(flce_load(made->t.grad_input, FLCE_F64, i),
-                         flce_load(one.t.grad_input, FLCE_F64, i), 1e-10),
-              "rank %d, divergence %d: dX %lld", r, p->divergence, (long long)i);
-      const int64_t first = own->first_class * p->hidden;
-      for (int64_t i = 0; p->save == FLCE_SAVE_GRADS && i < own->vocab * p->hidden; i++)
-        CHECK(test_close(flce_load(made->t.grad_weight, FLCE_F64, i),
-                         flce_load(one.t.grad_weight, FLCE_F64, first + i), 1e-10),
-              "rank %d, divergence %d: dW %lld", r, p->divergence, (long long)i);
+      compare_near("loss", made->t.loss, one.t.loss, 0, rows, 1e-11, own);
+      if (p->save == FLCE_SAVE_GRADS) {
+        compare_near("dX", made->t.grad_input, one.t.grad_input, 0, p->tokens * p->hidden, 1e-10,
+                     own);
+        compare_near("dW", made->t.grad_weight, one.t.grad_weight, own->first_class * p->hidden,
+                     own->vocab * p->hidden, 1e-10, own);
+      }
       free_rank(&calls[r]);
     }
   }
