@@ -8,9 +8,8 @@ import contextlib
 import threading
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import validate
+from . import torch_private, validate
 from .validate import refuse
 
 _NAME = "accumulate_into"
@@ -48,7 +47,7 @@ class Accumulator:
 
     def _check_weight(self):
         weight = self.weight
-        if is_traceable_wrapper_subclass(weight):
+        if torch_private.is_traceable_wrapper_subclass(weight):
             got = f"{type(weight).__name__}, whose gradient is not one piece of memory"
             refuse(_NAME, "a plain tensor as linear_weight", f"{got}; use {_NAME}=None")
         if not weight.is_leaf:
@@ -84,7 +83,7 @@ class Accumulator:
             raise ValueError(f"linear_weight.grad_dtype: expected {weight.dtype} for {_NAME}")
         if not isinstance(found, torch.Tensor):
             refuse(name, f'a tensor for {_NAME}="main_grad"', type(found).__name__)
-        if is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
+        if torch_private.is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
             got = f"{type(found).__name__} of layout {found.layout}"
             refuse(name, "a plain dense tensor", got)
         widens = self.attribute == "main_grad" and weight.dtype.itemsize == 2
@@ -112,7 +111,7 @@ class Accumulator:
         if not self.weight.requires_grad:  # the weight was frozen after the forward
             return False
         try:
-            return torch._C._will_engine_execute_node(node)
+            return torch_private.engine_executes(node)
         except RuntimeError:
             # The engine reports this for a leaf whose gradient torch.autograd.grad() has to return.
             raise RuntimeError(

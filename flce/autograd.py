@@ -13,6 +13,7 @@ import threading
 
 import torch
 
+from . import torch_private
 from .operators import inner, library, lists_of, run, variants
 from .options import CHOICES, GRADIENTS, gemm_dtype, replaced, value_of
 
@@ -26,7 +27,7 @@ def _register_autograd(name, apply):
 
 def _differentiable(op, apply, *args):
     made = run(op, *args)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+    if torch.is_grad_enabled() and torch_private.any_requires_grad(*args):
         return apply(made, *args)
     return made
 
@@ -79,10 +80,6 @@ def _once_differentiable(make):
     return staticmethod(backward)
 
 
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
 # Of the outputs of flce::forward: the loss, the statistics, the logits of classes.
 DIFFERENTIABLE = (0, 1, 8)
 
@@ -121,7 +118,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         arguments = (input, weight, target, linear_bias, *others, *statistics)
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.
-        held = _top_hooks is None or _top_hooks(True) is not None
+        held = torch_private.saved_tensor_hooks_are_on()
         ctx.owned, ctx.overwritten = count is not None and not held, False
         # The outputs tell which strategy "auto" became.
         ctx.save = "nothing" if stats is None else "stats"
@@ -184,11 +181,7 @@ def _wanted_gradients(ctx):
     wanted, nodes = [], ctx.next_functions
     for i, needed in enumerate(ctx.needs_input_grad[:3]):
         if needed:
-            try:
-                needed = torch._C._will_engine_execute_node(nodes[i][0])
-            except RuntimeError:
-                # Of a leaf that torch.autograd.grad() returns, or outside of the engine.
-                needed = True
+            needed = torch_private.is_executed(nodes[i][0])
         wanted.append(needed)
     return tuple(wanted)
 
@@ -200,7 +193,7 @@ def _may_overwrite(ctx):
             "flce: a backward that failed has used up what this loss saved; run the forward again"
         )
     # If it is unknown whether the graph is kept (as under compile), it may run again.
-    repeats = _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
+    repeats = torch.compiler.is_compiling() or torch_private.keeps_graph()
     return ctx.owned and not repeats
 
 
@@ -341,7 +334,7 @@ for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
 
 
 def _scale_untracked(*args):
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._AutoDispatchBelowADInplaceOrView():
+    with torch_private.below_autograd(), torch_private.below_inplace_or_view():
         inner.scale_.default(*args)
 
 
@@ -364,7 +357,7 @@ def _backward_into_bumping_version(grad_weight_into, *args):
     """backward_into called directly: as _scale_bumping_version, for grad_weight_into."""
     _check_writable("grad_weight_into", grad_weight_into, "add to in place")
     torch.autograd.graph.increment_version(grad_weight_into)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with torch_private.below_inplace_or_view():
         return inner.backward_into.default(grad_weight_into, *args)
 
 

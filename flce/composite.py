@@ -11,7 +11,7 @@ import typing
 import torch
 from torch.compiler import is_compiling
 
-from . import adapter, autograd, fakes, operators, reference, validate
+from . import adapter, autograd, fakes, operators, reference, torch_private, validate
 from .accumulate import Accumulator
 from .options import DTYPES, NUMBERS, OF_DIVERGENCE, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
@@ -33,7 +33,6 @@ class ShardedCall(typing.NamedTuple):
 
 before_sharded_call = None  # set by flce.distributed: takes a ShardedCall
 _matmul = torch.backends.cuda.matmul
-_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _VECTORS = ("weight", "token_weight", "temperature")
 COUNTED = -1  # csrc/binding/call.h: kCountedRows
 # Between the seeds of one rank and the next: the draws of the ranks' classes in a row have to be
@@ -43,7 +42,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15 >> 1
 
 def is_traced():
     """Whether torch.compile, torch.export or make_fx traces the call."""
-    return is_compiling() or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
+    return is_compiling() or torch_private.make_fx_traces()
 
 
 def autocast_dtype(device_type):
@@ -54,7 +53,7 @@ def autocast_dtype(device_type):
 
 def autocast_code(tensor):
     """The index in DTYPES of the dtype to which autocast casts, on the tensor's device; else -1."""
-    enabled = torch._C._is_any_autocast_enabled()  # faster than the question for one device
+    enabled = torch_private.is_any_autocast_enabled()  # faster than the question for one device
     dtype = autocast_dtype(tensor.device.type) if enabled else None
     return -1 if dtype is None else DTYPES.index(dtype)
 
@@ -69,7 +68,7 @@ def _rows(packed, target):
         return None
     if target.is_cpu and (bound is None or bound == "count"):
         # A traced or fake target has no values to count.
-        counts = type(target) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
+        counts = type(target) is torch.Tensor and not torch_private.count_of_dispatch_modes()
         return COUNTED if counts and not is_compiling() else None
     if bound is None:
         return None
@@ -125,7 +124,7 @@ def _of_ranks(packed, tensor):
     """The tensors of all ranks that divide the vocabulary; this rank's own is differentiable."""
     sent = tensor.detach().contiguous()
     if is_traced():
-        functional = torch.ops._c10d_functional
+        functional = torch_private.functional_collectives
         received = functional.all_gather_into_tensor(sent.unsqueeze(0), packed.ranks, packed.group)
         gathered = list(functional.wait_tensor(received))
     else:  # torch 2.11's functional collectives end the process for CUDA tensors over gloo

@@ -5,10 +5,9 @@ import collections
 import math
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import register_flop_formula
 
+from . import torch_private
 from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
 from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, code_of, replaced, value_of
 from .validate import (
@@ -34,7 +33,7 @@ def describe_sizes(valid_vocab, integers, numbers, **sizes):
     numbers."""
     valid_vocab = None if valid_vocab is None else int(valid_vocab)
     sizes = {name: int(size) for name, size in sizes.items()}
-    with no_dispatch():
+    with torch_private.no_dispatch():
         return Described(
             *run_plain(inner.describe.default, valid_vocab, integers, numbers, **sizes)
         )
@@ -258,7 +257,7 @@ def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
     valid_vocab, rows, integers, _, _ = lists
     classes = entries or min(valid_vocab or len(linear_weight), len(linear_weight))
     rows = _kept_rows(target, rows)
-    if target.is_cpu and not target.is_floating_point() and not is_fake(target):
+    if target.is_cpu and not target.is_floating_point() and not torch_private.is_fake(target):
         rows = int((~is_equal(target, value_of(integers, "ignore_index"))).sum())
     return 2 * gemms * rows * input.shape[-1] * classes
 

@@ -5,6 +5,7 @@ import re
 
 import torch
 
+from . import torch_private
 from ._C import read_environment
 from .validate import check_tensor, refusal
 
@@ -44,7 +45,7 @@ def run_plain(op, *args, **kwargs):
     differs between versions of torch, so its text has the status (binding/errors.h: Failure)."""
     read_environment()  # with the GIL: the operator has none and does not call getenv
     try:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch_private.below_autograd():
             return op(*args, **kwargs)
     except Exception as error:
         if found := _FAILURE.search(str(error)):

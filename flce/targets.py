@@ -3,9 +3,8 @@
 import math
 
 import torch
-from torch._guards import detect_fake_mode
 
-from . import validate
+from . import torch_private, validate
 from .options import ignore_index_of
 
 
@@ -126,7 +125,7 @@ def process_group(caller, group):
             validate.refuse("group", "a DeviceMesh that this rank belongs to", mesh)
         group = mesh.get_group()
         # The mesh's tensor of ranks cannot be read while shapes are traced.
-        if not torch.compiler.is_compiling() and detect_fake_mode() is None:
+        if not torch.compiler.is_compiling() and torch_private.detect_fake_mode() is None:
             ranks, expected = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
             if ranks != expected:
                 validate.refuse("group", f"a DeviceMesh with the ranks {expected}", ranks)

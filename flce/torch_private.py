@@ -1,14 +1,107 @@
-"""Names of torch that are not public: all that flce.fusion uses, each with a reason why a public
-name does not serve. The tests of flce.fuse ran with them in torch 2.10, 2.11, 2.13 and 2.14."""
+"""Names of torch that are not public: all that flce uses, each with a reason why a public name does
+not serve. The tests ran with them in torch 2.10, 2.11, 2.13 and 2.14; nothing here depends on a
+version, so a new torch is checked by reading and running this file."""
 
 import contextlib
+import sys
 
 import torch
 import torch.utils._python_dispatch
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext, detect_fake_mode
+from torch._ops import OpOverload  # noqa: F401  the class of torch.ops' operators
+from torch._subclasses.fake_tensor import is_fake  # noqa: F401
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext  # that of torch.set_default_device
+from torch.utils._mode_utils import no_dispatch  # noqa: F401  without dispatch modes and subclasses
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: F401
+from torch.utils._pytree import tree_map  # noqa: F401
+
+# ---- dispatch ----
+
+# Contexts that call an operator's kernel below that of the Autograd key, and below that of the
+# ADInplaceOrView key: torch.library has no public name for what C++ kernels do so.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+below_inplace_or_view = torch._C._AutoDispatchBelowADInplaceOrView
+# The number of TorchDispatchModes that are active.
+count_of_dispatch_modes = torch._C._len_torch_dispatch_stack
+# Whether an argument is a Tensor that requires grad, or contains one: one call for all arguments.
+any_requires_grad = torch._C._any_requires_grad
+# Whether autocast is on for any device: faster than the question for one.
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+# Collectives that a graph can contain, without torch.distributed's Tensors that wait.
+functional_collectives = torch.ops._c10d_functional
+
+
+# ---- tracers and transforms ----
+
+# Whether torch.jit.trace runs; whether a transform of torch.func is active; whether a Tensor is one
+# of torch.func's gradients.
+jit_traces = torch._C._is_tracing
+function_transforms_are_on = torch._C._are_functorch_transforms_active
+is_of_torch_func = torch._C._functorch.is_gradtrackingtensor
+_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
+
+
+def make_fx_traces():
+    """Whether make_fx, and so torch.export, traces."""
+    return torch._C._get_dispatch_mode(_PROXY_MODE) is not None
+
+
+def forward_ad_is_on():
+    """Whether a level of forward-mode AD is entered."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+# As torch.compiler.disable, which imports torch._dynamo.
+disable_dynamo = torch._disable_dynamo
+
+
+# ---- torch.nn ----
+
+
+def active_ddp():
+    """The DistributedDataParallel whose forward runs; None without."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+# Whether hooks of all Modules (register_module_forward_hook) are set.
+has_any_global_hook = torch.nn.modules.module._has_any_global_hook
+
+
+# ---- TorchInductor, whose import takes long ----
+
+
+def inductor_is_imported():
+    return "torch._inductor.lowering" in sys.modules
+
+
+def inductor_lowering():
+    """(the lowerings of operators, get_layout_constraint_tag)"""
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    return lowering, get_layout_constraint_tag
+
+
+def inductor_graph():
+    """(the classes of a graph's operations, the graph that is compiled now: virtualized.V.graph)"""
+    from torch._inductor import ir, virtualized
+
+    return ir, virtualized
+
+
+# ---- autograd ----
+
+# Whether the running backward executes a node of autograd; raises RuntimeError for a leaf whose
+# gradient torch.autograd.grad returns, and outside of a backward.
+engine_executes = torch._C._will_engine_execute_node
+
+
+def saved_tensor_hooks_are_on():
+    """Whether hooks of torch.autograd.graph.saved_tensors_hooks are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
 
 # Whether two Tensors share their storage.
 is_alias = torch._C._is_alias_of
@@ -33,10 +126,11 @@ def nested_gradients(values, leaves, gradients, keeps):
 
 
 def is_executed(node):
-    """Whether the running backward executes a node of autograd, or returns its gradient."""
+    """Whether the running backward executes a node of autograd, or returns its gradient; True
+    outside of a backward."""
     try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
+        return engine_executes(node)
+    except RuntimeError:
         return True
 
 

@@ -7,6 +7,7 @@ import sys
 import torch
 from torch.compiler import is_compiling
 
+from . import torch_private
 from ._C import getenv
 
 
@@ -171,17 +172,16 @@ def refuse_vmap(*args, **kwargs):
 
 def untraced(function):
     """`function`, hidden from torch.compile. It does not import torch._dynamo, which is slow."""
-    return torch._disable_dynamo(function) if "torch._dynamo" in sys.modules else function
+    return torch_private.disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
-function_transforms_are_on = torch._C._are_functorch_transforms_active  # torch.func's
-_forward_ad = torch.autograd.forward_ad
+function_transforms_are_on = torch_private.function_transforms_are_on
 
 
 def transforms_are_on():
     """Whether a transform of torch.func, forward-mode AD or torch.jit.trace is active."""
-    differentiates = getattr(_forward_ad, "_current_level", 0) >= 0 or function_transforms_are_on()
-    return differentiates or torch._C._is_tracing()
+    differentiates = torch_private.forward_ad_is_on() or function_transforms_are_on()
+    return differentiates or torch_private.jit_traces()
 
 
 def refuse_transforms(*tensors):
@@ -189,19 +189,19 @@ def refuse_transforms(*tensors):
     have no rule, and names an alternative. Skips arguments that are not tensors."""
     if not transforms_are_on() or is_compiling():
         return
-    if torch._C._is_tracing():
+    if torch_private.jit_traces():
         raise RuntimeError(
             "flce: torch.jit.trace is not supported; use torch.export.export or torch.compile"
         )
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
-        if torch._C._functorch.is_gradtrackingtensor(tensor):
+        if torch_private.is_of_torch_func(tensor):
             raise RuntimeError(
                 "flce: torch.func transforms are not supported; use torch.autograd.grad or "
                 "backward()"
             )
-        if _forward_ad.unpack_dual(tensor).tangent is not None:
+        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
                 "flce: forward-mode AD is not supported; use reverse mode (backward, "
                 "torch.autograd.grad) or torch.nn.functional.linear and cross_entropy"

@@ -8,16 +8,17 @@ it in torch 2.11 and 2.13.)
 """
 
 import functools
-import sys
 import warnings
 
 import torch
+
+from .. import torch_private
 
 
 def order_exchanges():
     """Registers the lowerings, once Inductor is imported: its import takes long."""
     try:
-        if "torch._inductor.lowering" in sys.modules:
+        if torch_private.inductor_is_imported():
             _register()
     except (AttributeError, ImportError) as error:
         warnings.warn(
@@ -29,16 +30,14 @@ def order_exchanges():
 
 @functools.cache
 def _register():
-    from torch._inductor import lowering
-    from torch._library.utils import get_layout_constraint_tag
-
+    lowering, layout_constraint_tag = torch_private.inductor_lowering()
     own = {torch.ops.flce.graph_forward.default, torch.ops.flce.graph_backward.default}
     for op in own:
         if op not in lowering.lowerings:  # as Inductor does for an operator without a lowering
-            tag = get_layout_constraint_tag(op, with_default=True)
+            tag = layout_constraint_tag(op, with_default=True)
             constraint = lowering.tag_to_layout_constraint(tag)
             lowering.make_fallback(op, layout_constraint=constraint, warn=False)
-    overloads = (op for op in lowering.lowerings if isinstance(op, torch._ops.OpOverload))
+    overloads = (op for op in lowering.lowerings if isinstance(op, torch_private.OpOverload))
     of_torch = {op for op in overloads if op.namespace in ("_c10d_functional", "_dtensor")}
     for op in own | of_torch:
         lowering.lowerings[op] = _ordered(op, lowering.lowerings[op], own)
@@ -54,7 +53,7 @@ def _group_of(op, args, kwargs):
 def _ordered(op, lower, own):
     """`lower`, the lowering of `op`, with a dependency on the exchange before of the same group,
     where one of the operators `own` exchanges over that group in the graph."""
-    from torch._inductor import ir, virtualized
+    ir, virtualized = torch_private.inductor_graph()
 
     @functools.wraps(lower)
     def ordered(*args, **kwargs):

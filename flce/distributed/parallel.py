@@ -4,9 +4,8 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
 
-from .. import composite, fakes, validate
+from .. import composite, fakes, torch_private, validate
 from ..options import (
     CHOICES,
     DIVERGENCES,
@@ -236,7 +235,7 @@ def before_call(call):
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     weight = call.arguments[1]
-    if dist.get_backend(group) == "fake" or detect_fake_mode([weight]) is not None:
+    if dist.get_backend(group) == "fake" or torch_private.detect_fake_mode([weight]) is not None:
         return
     options = _common(call) if compares else {}
     own, given = (_range_of(call.arguments, integers, numbers), options), [None] * ranks

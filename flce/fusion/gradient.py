@@ -10,7 +10,6 @@ import contextlib
 import weakref
 
 import torch
-from torch.utils._pytree import tree_map
 
 from .. import torch_private
 from ..autograd import all_gradients_wanted
@@ -73,7 +72,7 @@ class GradientOfLogits(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         args, kwargs = (args, kwargs or {})
         if function in torch_private.OF_MEMORY:
-            args, kwargs = tree_map(_real, (args, kwargs))
+            args, kwargs = torch_private.tree_map(_real, (args, kwargs))
         with torch_private.without_torch_function():
             return function(*args, **kwargs)
 
@@ -84,7 +83,8 @@ class GradientOfLogits(torch.Tensor):
             return _sum(function, *args)
         if function in _COPIES:
             return GradientOfLogits(*args, args[0].parts, args[0].more)
-        return function(*tree_map(_real, args), **tree_map(_real, kwargs))
+        args, kwargs = torch_private.tree_map(_real, (args, kwargs))
+        return function(*args, **kwargs)
 
 
 _SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}

@@ -118,7 +118,9 @@ class Fusion(contextlib.AbstractContextManager):
             name, module = place[0], _module_at(place)
             if module is None:
                 continue
-            linears = [module] if isinstance(module, nn.Linear) else heads.linears_of(module)
+            linears = (
+                [module] if isinstance(module, nn.Linear) else heads.linears_of(self.model, module)
+            )
             if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
                 continue
             for other, head, before in self.attached():
@@ -402,7 +404,7 @@ class Explanation:
             known.setdefault(module, name)
         self.heads, self.refused = [], []
         for module, name in known.items():
-            reason = None if heads.fusion_of(module) else heads.why_not(module)
+            reason = None if heads.fusion_of(module) else heads.why_not(model, module)
             found = self.refused if reason else self.heads
             found.append((name, reason or _composition(module)))
         refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find

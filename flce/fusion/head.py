@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from .. import torch_private
 from ..validate import function_transforms_are_on, is_dtensor, refuse
 from . import deferred, reentry, replacements, steps, traced
 from .node import HeadCall, Snapshot, TracedNode
 from .reentry import enclosing_of, foreign_hook, fusion_in
-from .sharded import gathering_forward
+from .sharded import gathering_linears
 
 BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is done"
 # An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
@@ -107,7 +108,7 @@ def _unsupported_call(linear, x):
         return f"the head's input is a {type(x).__name__}"
     if function_transforms_are_on():
         return "a transform of torch.func is active"
-    ddp = nn.parallel.DistributedDataParallel._active_ddp_module if is_compiling() else None
+    ddp = torch_private.active_ddp() if is_compiling() else None
     if getattr(ddp, "static_graph", False) and linear._flce_fusion.when == "always":
         return "torch.compile traces DistributedDataParallel with static_graph"
     return _unsupported_in(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
@@ -162,11 +163,11 @@ def _mix_in(module, mixin):
 
 def attach(fusion, name, enclosing):
     """Makes each nn.Linear of a head defer its products. Returns why it cannot, or None."""
-    if reason := why_not(enclosing):
+    if reason := why_not(fusion.model, enclosing):
         return reason
-    linears = linears_of(enclosing)
-    for linear in linears:
-        if gathers := gathering_forward(linear):
+    gathering = gathering_linears(fusion.model)
+    for linear in linears_of(fusion.model, enclosing):
+        if gathers := gathering.get(linear):
             # This forward would not pass Requests on.
             del linear.forward
             linear._flce_gathers = gathers
@@ -192,7 +193,6 @@ def is_standard_linear(module):
     """Whether an nn.Linear computes what the class nn.Linear does."""
     forward = type(module).forward
     is_replaced = "forward" in module.__dict__ and "_old_forward" not in module.__dict__
-    is_replaced = is_replaced and gathering_forward(module) is None
     return forward in (nn.Linear.forward, _Deferring.forward) and not is_replaced
 
 
@@ -228,18 +228,19 @@ def _named(model, head):
     refuse("flce.fuse: head", "a Module of the model, its name, or a list of these", got)
 
 
-def linears_of(head):
+def linears_of(model, head):
     """The plain nn.Linear in `head` that make logits: itself, or those of PEFT's Module around it
     (base layer, up projections, copies to save). Empty if one is of another class (quantised)."""
     parts = [head] if isinstance(head, nn.Linear) else [m for m in head.modules() if m is not head]
     classes = getattr(head, "out_features", None)
     found = [m for m in parts if hasattr(m, "out_features") and m.out_features == classes]
-    return found if all(isinstance(m, nn.Linear) and is_standard_linear(m) for m in found) else []
+    others = [m for m in found if not isinstance(m, nn.Linear) or not is_standard_linear(m)]
+    return found if not others or gathering_linears(model).keys() >= {*others} else []
 
 
-def why_not(head):
+def why_not(model, head):
     """Why the products of `head` cannot be deferred; None if they can."""
-    linears = linears_of(head)
+    linears = linears_of(model, head)
     if fusion_of(head) is not None:  # by this call: fuse refuses what was fused before it
         return "its nn.Linear belongs to another head of this model"
     if isinstance(head, nn.Embedding):

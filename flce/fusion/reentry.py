@@ -5,8 +5,8 @@ import contextlib
 import sys
 
 import torch
-from torch import nn
 
+from .. import torch_private
 from ..validate import is_dtensor
 
 # Hooks that gather, move or cast weights: they act around the re-entry, and deferred logits need
@@ -22,7 +22,7 @@ _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 def foreign_hook(module):
     """The name of a hook of `module` that would miss the real logits; None if there is none."""
-    if nn.modules.module._has_any_global_hook():
+    if torch_private.has_any_global_hook():
         return "a hook of all Modules"
     for name in _HOOK_DICTS:
         for hook in module.__dict__[name].values():

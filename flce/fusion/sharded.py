@@ -1,23 +1,27 @@
 """Heads of transformers' tensor parallelism: an nn.Linear whose weight is a DTensor sharded by
 classes, and whose `forward` gathers the logits. Their losses are computed without that."""
 
-import inspect
-
 from ..validate import is_dtensor
 from . import steps
 
+# transformers' names of the styles that take whole rows and give whole logits, plain Tensors.
+_TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
+_GATHERING_STYLES = ("colwise_gather_output", "colwise_rep")
 
-def gathering_forward(linear):
-    """The `forward` that transformers has set, if it takes whole rows and gives plain logits."""
-    forward = linear.__dict__.get("forward")
-    if getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
-        return None
-    # transformers keeps the style in the closure of the forward that it sets, and nowhere else.
-    style = inspect.getclosurevars(forward).nonlocals.get("self")
-    layouts = [getattr(style, f"{name}_layouts", None) for name in ("input", "output")]
-    is_whole = all(layout is not None and layout.is_replicate() for layout in layouts)
-    is_whole = is_whole and getattr(style, "use_local_output", False)
-    return forward if is_whole and type(style).__name__ == "ColwiseParallel" else None
+
+def gathering_linears(model):
+    """{nn.Linear: the `forward` that transformers has set} for those in the model whose style in a
+    `tp_plan` is one of _GATHERING_STYLES. A plan names what PEFT has put into a `base_layer`."""
+    found = {}
+    for planned in model.modules():
+        plan = getattr(planned, "tp_plan", None)
+        names = {name for name, style in (plan or {}).items() if style in _GATHERING_STYLES}
+        for name, module in planned.named_modules() if names else ():
+            forward = module.__dict__.get("forward")
+            is_own = getattr(forward, "__module__", None) == _TENSOR_PARALLEL
+            if is_own and name.removesuffix(".base_layer") in names:
+                found[module] = forward
+    return found
 
 
 def is_sharded(source):
