@@ -136,6 +136,28 @@ def test_ways_to_the_logits(name):
     compare(WAYS[name])
 
 
+UNCHANGED = {
+    "flatten": lambda z: z.flatten(0, -2),
+    "contiguous": lambda z: z.contiguous(),
+    "to": lambda z: z.to(z.dtype),
+    "reshape": lambda z: z.reshape(z.shape),
+    "view": lambda z: z.view(z.shape),
+    "squeeze": lambda z: z.squeeze(0),
+    "double": lambda z: z.double(),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+@pytest.mark.parametrize("rows", [lambda z: z.flatten(0, 1), lambda z: z[IDS >= 0]])
+def test_functions_that_return_their_argument(name, rows):
+    def loss_of(z):
+        once = UNCHANGED[name](rows(z))
+        twice = UNCHANGED[name](once)
+        return F.cross_entropy(twice, Y) + F.cross_entropy(once / 2, Y)
+
+    assert sum(compare(loss_of).losses.values()) == 2
+
+
 def test_a_gradient_without_values_passes_a_function():
     """No logits are made, and no gradient of them."""
     ids = torch.randint(VOCAB, (16, 32))
