@@ -158,6 +158,17 @@ def test_functions_that_return_their_argument(name, rows):
     assert sum(compare(loss_of).losses.values()) == 2
 
 
+@pytest.mark.parametrize("rows", [lambda z: z[:, :-1], lambda z: z[1:], lambda z: z[..., 5:]])
+def test_a_copy_before_a_reshape(rows):
+    def loss_of(z):
+        part = rows(z)
+        flat = part.reshape(-1, part.shape[-1])
+        assert part.clone().stride() == rows(torch.empty(z.shape)).clone().stride()
+        return flat.std(-1).mean() + F.cross_entropy(flat, Y[: flat.shape[0]] % flat.shape[1])
+
+    compare(loss_of)
+
+
 def test_a_gradient_without_values_passes_a_function():
     """No logits are made, and no gradient of them."""
     ids = torch.randint(VOCAB, (16, 32))

@@ -399,14 +399,13 @@ def _lazily(function, args, kwargs):
         found = _deferred_in((args, kwargs))[0]._flce
         nodes, named = mapped(_kept, (args, kwargs))
     record = _state.expected[0].record if _state.expected else None
-    is_known = function in _OF_ROWS
-    if is_known and len(others) > 1:
-        is_known = all(one.shape == record.shape for one in others if _is_deferred(one))
+    is_known = function in _OF_ROWS and record is not None
+    is_known = is_known and _are_contiguous_rows(record, others, kwargs)
     if is_known or function in _SOFTMAXES or not all(map(_is_deferred, others)):
         dtype = found.layout_of[-1] if is_known and len(others) == 1 else record.dtype
         layout = record.shape, contiguous_strides(record.shape), 0, dtype
         return DeferredLogits(LazyNode(found.call, None, layout, (function, nodes, named, None)))
-    if record is not None and function is _VIEW and _is_contiguous(found):
+    if record is not None and function is _VIEW and _is_whole_view(found, record, args[1]):
         layout = record.shape, contiguous_strides(record.shape), *found.layout_of[2:]
         operation = function, nodes, named, None
         return DeferredLogits(LazyNode(found.call, None, layout, operation, found))
@@ -445,9 +444,24 @@ def _kept(value):
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _is_contiguous(node):
+def _are_contiguous_rows(record, operands, options):
+    """Whether an operator of _OF_ROWS gives contiguous values of the record's shape, which is that
+    of the last operator: reshape copies rows in the shape that they have before it."""
+    nodes = [one._flce for one in operands if _is_deferred(one)]
+    is_copy = options.get("memory_format") is torch.contiguous_format
+    return all(
+        tuple(node.layout_of[0]) == tuple(record.shape)
+        and (is_copy or tuple(node.layout_of[1]) == contiguous_strides(record.shape))
+        for node in nodes
+    )
+
+
+def _is_whole_view(node, record, sizes):
+    """Whether view(sizes) of a node's values is contiguous, as they are, and the record's own."""
     shape, strides, _, _ = node.layout_of
-    return tuple(strides) == contiguous_strides(shape)
+    is_own = len(sizes) == len(record.shape)
+    is_own = is_own and all(a in (-1, b) for a, b in zip(sizes, record.shape, strict=True))
+    return is_own and tuple(strides) == contiguous_strides(shape)
 
 
 def contiguous_strides(shape):
