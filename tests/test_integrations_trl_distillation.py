@@ -45,6 +45,27 @@ def test_the_same_loss_without_logits(options):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
+def test_a_hook_on_the_logits():
+    """It gets the gradient of the logits, which is made for it."""
+    student, teacher = models()
+
+    def step():
+        seen = []
+        logits = student(IDS).logits
+        logits.register_hook(lambda gradient: seen.append(gradient + 0))
+        with torch.no_grad():
+            taught = teacher(IDS).logits
+        GKDTrainer.generalized_jsd_loss(logits, taught, labels=LABELS, temperature=0.7).backward()
+        return seen
+
+    expected = step()
+    with flce.fuse(student, when="always", strict=True), flce.fuse(teacher, when="always"):
+        with ours.install(GKDTrainer) as handle:
+            got = step()
+    assert handle.calls == {"flce": 1}
+    torch.testing.assert_close(got, expected)
+
+
 def test_what_remains_trls():
     student, teacher = models()
     expected = [step(student, teacher, {}), step(student, teacher, {"labels": LABELS})]

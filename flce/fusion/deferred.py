@@ -242,13 +242,21 @@ def _recognised(function, args, kwargs):
     require(node is not None and node.record is not None and node.is_pending())
     handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
     require(handler is not None and (arity is None or (len(args) == arity and not kwargs)))
+    return with_graph(function, args, kwargs, lambda: handler(function, node, operands, kwargs))
+
+
+def with_graph(function, args, kwargs, handle):
+    """What `handle()` returns for function(*args, **kwargs), as a function of its deferred
+    arguments for autograd. Raises Unknown where the function has to be called itself."""
     found = [one for one in (*args, *kwargs.values()) if _is_deferred(one)]
+    if not found:  # those of a graph of torch.compile, which records by itself
+        return handle()
     for one in found:
         require(not one._flce.memory.is_touched)
         with torch_private.without_torch_function():
             one._flce.has_gradient = one.requires_grad
     sent_to = anchors_of(found, function in _SUMS) if torch.is_grad_enabled() else None
-    result = handler(function, node, operands, kwargs)
+    result = handle()
     if type(result) is _Step:
         return _steps_by_torch(function, args, kwargs, [result])[0]
     if isinstance(result, tuple):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+from flce.fusion.deferred import with_graph
 from flce.fusion.loss import divergence
 from flce.fusion.node import node_of
 from flce.fusion.steps import Unknown
@@ -39,13 +40,17 @@ def _generalized_jsd_loss(
     **others,
 ):
     """TRL's, whose beta is flce's: 0 is the forward KL, 1 the reverse one."""
-    both = [node_of(logits / temperature) for logits in (student_logits, teacher_logits)]
+    scaled = [logits / temperature for logits in (student_logits, teacher_logits)]
+    both = [node_of(logits) for logits in scaled]
     num_items, total = others.get("num_items_in_batch"), None
     asks_more = any(value for name, value in others.items() if name != "num_items_in_batch")
     if None not in both and reduction in ("batchmean", "sum") and not asks_more:
         name, weight = {0: ("forward_kl", 0.5), 1: ("reverse_kl", 0.5)}.get(beta, ("jsd", beta))
+        of_real = functools.partial(original, labels=labels, beta=beta, reduction="sum")
         with contextlib.suppress(Unknown):
-            total = divergence(*both, name, "sum", labels, weight)
+            total = with_graph(
+                of_real, scaled, {}, lambda: divergence(*both, name, "sum", labels, weight)
+            )
     if not is_ours("trl_distillation", total is not None):
         given = labels, beta, temperature, reduction
         return original(student_logits, teacher_logits, *given, **others)
