@@ -65,6 +65,11 @@ def active_ddp():
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
+def is_in_flat_parameter(module):
+    """Whether FullyShardedDataParallel (that of FSDP1) manages a Module's parameters."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
 # Whether hooks of all Modules (register_module_forward_hook) are set.
 has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 

@@ -1,6 +1,6 @@
-"""flce.fuse on drawn training loops of two ranks, under DistributedDataParallel and FSDP2: losses,
-logits and weights after some steps are those without flce.fuse. FLCE_DRAWS sets the number of
-loops."""
+"""flce.fuse on drawn training loops of two ranks, under DistributedDataParallel, FSDP2 and FSDP1:
+losses, logits and weights after some steps are those without flce.fuse. FLCE_DRAWS sets the number
+of loops."""
 
 import os
 import random
@@ -44,13 +44,15 @@ class Parts(nn.Module):
 
 
 class Loop(typing.NamedTuple):
-    """A training loop. wrapper: "ddp" or "fsdp"; options: of its call; unit: the Modules of the
-    head's unit; part: "loss" of the logits, "auxiliary" terms of the hidden states and of the
-    logits in addition, or a "function" of one's own; micro: backward passes of a step."""
+    """A training loop. wrapper: "ddp", "fsdp" or "fsdp1"; options: of its call; mesh: the ranks
+    that replicate, if any, and those that shard; unit: the Modules of the head's unit; part: "loss"
+    of the logits, "auxiliary" terms of the hidden states and of the logits in addition, or a
+    "function" of one's own; micro: backward passes of a step."""
 
     seed: int
     wrapper: str
     options: dict
+    mesh: tuple
     unit: tuple
     is_tied: bool
     has_bias: bool
@@ -77,7 +79,7 @@ CHANGES = [lambda z: z, lambda z: z / 1.5, lambda z: torch.tanh(z / 5) * 5, lamb
 
 def drawn_loop(seed):
     draw = random.Random(seed)
-    wrapper = draw.choice(["ddp", "fsdp", "fsdp"])
+    wrapper = draw.choice(["ddp", "fsdp", "fsdp", "fsdp1"])
     is_tied = draw.random() < 0.3
     units = [("lm_head",), ("norm", "lm_head"), ("body", "norm", "lm_head"), ()]
     if is_tied:  # FSDP2 takes a shared weight into one unit
@@ -86,11 +88,15 @@ def drawn_loop(seed):
     if wrapper == "ddp":
         choices = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
         options = {**draw.choice(choices), "gradient_as_bucket_view": draw.random() < 0.5}
+    if wrapper == "fsdp1":
+        options = {"use_orig_params": draw.random() < 0.5}
+        units = [()] if is_tied else [(), ("lm_head",)]
     is_inside = draw.random() < 0.6
     return Loop(
         seed=seed,
         wrapper=wrapper,
         options=options,
+        mesh=draw.choice([(2,), (2,), (1, 2), (2, 1)]),
         unit=draw.choice(units),
         is_tied=is_tied,
         has_bias=draw.random() < 0.3,
@@ -99,7 +105,8 @@ def drawn_loop(seed):
         part=draw.choice(["loss", "loss", "auxiliary", "function"]),
         change=draw.choice(CHANGES),
         micro=draw.choice([1, 1, 2]),
-        reads=draw.random() < 0.4,
+        # FSDP1's root frees its weights in the backward: logits that are read later are refused.
+        reads=draw.random() < 0.4 and wrapper != "fsdp1",
         save=draw.choice(["grads", "stats"]),
     )
 
@@ -107,9 +114,15 @@ def drawn_loop(seed):
 def wrapped(model, loop):
     if loop.wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model, **loop.options)
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    if loop.wrapper == "fsdp1":
+        policy = lambda module, recurse, **_: recurse or module is model.lm_head  # noqa: E731
+        policy = {"auto_wrap_policy": policy} if loop.unit else {}
+        options = {**loop.options, **policy, "device_id": torch.device("cpu")}
+        return FullyShardedDataParallel(model, **options)
+    names = ("replicate", "shard")[-len(loop.mesh) :]
+    mesh = torch.distributed.init_device_mesh("cpu", loop.mesh, mesh_dim_names=names)
     modules = [getattr(model, name) for name in loop.unit]
     if modules:
         fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **loop.options)
@@ -135,7 +148,8 @@ def trained(loop, is_fused):
             made += [loss.detach(), *([logits.detach() + 0] if loop.reads else [])]
         optimizer.step()
         optimizer.zero_grad()
-    return made, [whole(p.detach()) for p in model.parameters()]
+    # A rank may have no part of a weight in FSDP1's flat parameters.
+    return made, [whole(p.detach()) for p in model.parameters() if p.numel()]
 
 
 @on_ranks(2)

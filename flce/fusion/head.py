@@ -108,6 +108,10 @@ def _unsupported_call(linear, x):
         return f"the head's input is a {type(x).__name__}"
     if function_transforms_are_on():
         return "a transform of torch.func is active"
+    if reentry.is_freed_after_forward(linear):
+        return (
+            "FullyShardedDataParallel frees the head's weight after its forward (use fully_shard)"
+        )
     ddp = torch_private.active_ddp() if is_compiling() else None
     if getattr(ddp, "static_graph", False) and linear._flce_fusion.when == "always":
         return "torch.compile traces DistributedDataParallel with static_graph"

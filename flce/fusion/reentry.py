@@ -139,6 +139,25 @@ def _unsharded(source):
         unit.reshard()
 
 
+def is_freed_after_forward(linear):
+    """Whether FullyShardedDataParallel has a unit of an nn.Linear, inside of the fused model, whose
+    weights it frees after the forward: nothing public makes them whole in the middle of a step."""
+    if not torch_private.is_in_flat_parameter(linear):
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel as Unit
+    from torch.distributed.fsdp import ShardingStrategy
+
+    frees, model = (
+        (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
+        fusion_in(linear).model,
+    )
+    units = [unit for unit in Unit.fsdp_modules(model) if unit is not model]
+    return any(
+        unit.sharding_strategy in frees and any(one is linear for one in unit.modules())
+        for unit in units
+    )
+
+
 def _unit_of(linear):
     """The innermost Module around an nn.Linear, or itself, that FSDP2 manages; None without."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
