@@ -13,23 +13,26 @@ import threading
 
 import torch
 
-from . import torch_private
-from .operators import inner, library, lists_of, run, variants
-from .options import CHOICES, GRADIENTS, gemm_dtype, replaced, value_of
+from . import calls, torch_private
+from .operators import inner, library, run, variants
+from .options import GRADIENTS, gemm_dtype
 
 
-def _register_autograd(name, apply):
-    """Registers the operator's kernel for the Autograd key; `apply(made, *args)` is the
-    Function's `apply`, called with the outputs and the arguments."""
+def _register_autograd(name, apply, call=None):
+    """Registers the operator's kernel for the Autograd key. `apply`: takes the outputs and the
+    arguments, as records where `call` is the class of the latter."""
     for op in variants(name):
-        library.impl(op, functools.partial(_differentiable, op, apply), "Autograd")
+        library.impl(op, functools.partial(_differentiable, op, apply, call), "Autograd")
 
 
-def _differentiable(op, apply, *args):
+def _differentiable(op, apply, call, *args):
     made = run(op, *args)
-    if torch.is_grad_enabled() and torch_private.any_requires_grad(*args):
+    if not (torch.is_grad_enabled() and torch_private.any_requires_grad(*args)):
+        return made
+    if call is None:
         return apply(made, *args)
-    return made
+    _, outputs = calls.OPERATORS[call]
+    return apply(calls.read(outputs, made), calls.read(call, args))
 
 
 def _refuse_double_backward():
@@ -80,77 +83,91 @@ def _once_differentiable(make):
     return staticmethod(backward)
 
 
-# Of the outputs of flce::forward: the loss, the statistics, the logits of classes.
-DIFFERENTIABLE = (0, 1, 8)
+# The outputs of flce::forward that have a gradient, in the order in which Functions return them.
+DIFFERENTIABLE = ("loss", "stats", "class_logits")
 
 
-def _returned(ctx, made, count):
-    """The first `count` of the DIFFERENTIABLE outputs. None, for a direct call of the operator: all
-    outputs; only the loss is differentiable then."""
+def _returned(ctx, outputs, names):
+    """The outputs `names`, the first ones of DIFFERENTIABLE. None, for a direct call of the
+    operator: all outputs; only the loss is differentiable then."""
     ctx.set_materialize_grads(False)
-    ctx.loss_shape = made[0].shape
-    if count is None:
-        ctx.mark_non_differentiable(*(output for output in made[1:] if output is not None))
-        return tuple(made)
-    return tuple(made[index] for index in DIFFERENTIABLE[:count])
+    ctx.loss_shape = outputs.loss.shape
+    if names is None:
+        others = [value for value in outputs if value is not None and value is not outputs.loss]
+        ctx.mark_non_differentiable(*others)
+        return tuple(outputs)
+    return tuple(getattr(outputs, name) for name in names)
+
+
+def _strategy(outputs):
+    """The strategy that "auto" became, which the outputs tell."""
+    if outputs.saved is not None:
+        return "samples" if outputs.saved.dtype == torch.int32 else "logits"
+    if any(getattr(outputs, name) is not None for name in GRADIENTS):
+        return "grads"
+    return "nothing" if outputs.stats is None else "stats"
+
+
+def _loss_scale(outputs, options, input, linear_weight):
+    """The scalars, if float16's gradients are times a loss scale, as they are on a GPU: the
+    backward divides it out (loss_factor of csrc/core/engine.c). Else None."""
+    dtype = gemm_dtype(options.value("autocast"), input.dtype, linear_weight.dtype)
+    return outputs.scalars if dtype == torch.float16 and not input.is_cpu else None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The Function of flce::forward: takes its outputs `made`, returns `count` of them (_returned).
+    """The Function of flce::forward, and of gradients that a forward has made.
 
-    `lists`: the operator's arguments after its tensors. `constants`: its tensors without a
-    gradient, except num_items, which has already become one of the scalars, and the seed, which has
-    become the samples. `accumulator`: accumulate.Accumulator of linear_weight, or None.
-    `gemm`: the weight of the GEMMs, (V, H), where linear_weight is adapter_weight, (V, r), which
-    alone gets a gradient; else None.
+    input, linear_weight, linear_bias: what has a gradient; with a frozen linear_weight beside an
+    adapter, the adapter's weight. outputs: a calls.ForwardOutputs. tensors: the
+    calls.ForwardTensors from which the backward computes; empty where `outputs` has all gradients.
+    names: of the outputs that it returns (_returned). accumulator: accumulate.Accumulator of
+    linear_weight, or None.
     """
 
     @staticmethod
     def forward(
-        ctx, input, linear_weight, linear_bias, made, count, lists, constants, accumulator, gemm
+        ctx, input, linear_weight, linear_bias, outputs, tensors, options, names, accumulator
     ):
-        ctx.lists, ctx.accumulator = lists, accumulator
-        _, stats, scalars, _, saved, *grads, class_logits, _ = made
-        target, *others = constants
-        # The arguments of the backward operator.
-        weight = linear_weight if gemm is None else gemm
-        statistics = class_logits, stats, scalars, saved
-        arguments = (input, weight, target, linear_bias, *others, *statistics)
+        ctx.options, ctx.accumulator = options, accumulator
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.
         held = torch_private.saved_tensor_hooks_are_on()
-        ctx.owned, ctx.overwritten = count is not None and not held, False
-        # The outputs tell which strategy "auto" became.
-        ctx.save = "nothing" if stats is None else "stats"
-        if saved is not None:
-            ctx.save = "samples" if saved.dtype == torch.int32 else "logits"
-        elif any(grad is not None for grad in grads):
-            ctx.save = "grads"
+        ctx.owned, ctx.overwritten = names is not None and not held, False
+        ctx.strategy = _strategy(outputs)
+        scale, gradients = None, calls.Gradients(None, None, None)
+        if ctx.strategy == "grads":
             leaves = (input, linear_weight, linear_bias)
             ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            # On a GPU float16's gradients are times a loss scale, which the backward divides out
-            # (loss_factor of csrc/core/engine.c).
-            dtype = gemm_dtype(value_of(lists[2], "autocast"), input.dtype, linear_weight.dtype)
-            scale = scalars if dtype == torch.float16 and not input.is_cpu else None
-            again = arguments if count is not None and count > 1 else ()
-            arguments = scale, *grads, *again
-        ctx.save_for_backward(*arguments)
-        return _returned(ctx, made, count)
+            scale = _loss_scale(outputs, options, input, linear_weight)
+            gradients = calls.Gradients(outputs.grad_input, outputs.grad_weight, outputs.grad_bias)
+            if names is None or len(names) == 1:  # of the loss alone: nothing is computed again
+                tensors = calls.ForwardTensors()
+        saved = calls.Saved(
+            scale, gradients.grad_input, gradients.grad_weight, gradients.grad_bias, tensors
+        )
+        calls.save(ctx, saved)
+        return _returned(ctx, outputs, names)
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats, grad_classes):
-        wanted, save, saved = _wanted_gradients(ctx), ctx.save, ctx.saved_tensors
-        if save == "samples" and grad_classes is not None and value_of(ctx.lists[2], "traced"):
+        wanted, strategy, saved = (
+            _wanted_gradients(ctx),
+            ctx.strategy,
+            calls.saved(ctx, calls.Saved),
+        )
+        if strategy == "samples" and grad_classes is not None and ctx.options.value("traced"):
             # A compiled backward gets zeros for an output without a gradient. The samples give no
             # other gradient of these logits, and no value can be seen here: NaN.
             grad_output = grad_output.masked_fill((grad_classes != 0).any(), math.nan)
             grad_classes = None
-        if save == "grads":
+        if strategy == "grads":
             if grad_stats is None and grad_classes is None:
-                return _scale_saved(ctx, saved[:4], grad_output, wanted)
-            # The gradients that the forward made are those of the loss alone: compute all again.
-            save, saved = "stats", saved[4:]
-        return _run_backward(ctx, save, saved, (grad_output, grad_stats, grad_classes), wanted)
+                gradients = saved.grad_input, saved.grad_weight, saved.grad_bias
+                return _scale_saved(ctx, saved.loss_scale, gradients, grad_output, wanted)
+            strategy = "stats"  # the gradients that exist are those of the loss alone
+        call = calls.BackwardCall(grad_output, grad_stats, grad_classes, saved.forward, ctx.options)
+        return _run_backward(ctx, strategy, call, wanted)
 
 
 class _Nested(threading.local):
@@ -197,15 +214,14 @@ def _may_overwrite(ctx):
     return ctx.owned and not repeats
 
 
-def _scale_saved(ctx, saved, grad_output, wanted):
+def _scale_saved(ctx, loss_scale, gradients, grad_output, wanted):
     """The wanted gradients, made by the forward, times grad_output; in place if possible."""
-    scalars, *grads = saved
     # Of linear_loss or a divergence, whose forward cannot add to the caller's gradient.
     adds = bool(ctx.accumulator and wanted[1])
     adds = adds and ctx.accumulator.should_accumulate(ctx.next_functions[1][0])
     may_write = _may_overwrite(ctx)
     in_place, made = [None] * 3, [None] * 3
-    for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, grads, ctx.dtypes, strict=True)):
+    for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, gradients, ctx.dtypes, strict=True)):
         if not wanted[i]:
             continue
         if grad is None:
@@ -220,115 +236,121 @@ def _scale_saved(ctx, saved, grad_output, wanted):
             # A new tensor on the same memory, which autograd may keep as .grad.
             in_place[i], made[i] = grad, grad.detach()
         else:
-            made[i] = run(inner.scaled.default, grad, grad_output, scalars, dtype)
+            made[i] = run(inner.scaled.default, grad, grad_output, loss_scale, dtype)
     ctx.overwritten = may_write
     if any(grad is not None for grad in in_place):
-        _scale_untracked(*in_place, grad_output, scalars)
+        _scale_untracked(*in_place, grad_output, loss_scale)
     if adds:
         made[1] = ctx.accumulator.add(made[1])
     return tuple(made)
 
 
-def _run_backward(ctx, save, saved, upstream, wanted):
+def _run_backward(ctx, strategy, call, wanted):
     accumulator = ctx.accumulator
     # The Function's differentiable tensors are the operands; the second one is the weight.
     if accumulator and not accumulator.should_accumulate(ctx.next_functions[1][0]):
         accumulator, wanted = None, (wanted[0], False, wanted[2])
-    valid_vocab, rows, integers, numbers, group = ctx.lists
-    grads = dict(zip(GRADIENTS, wanted, strict=True))
-    consumes = ctx.overwritten = save == "logits" and _may_overwrite(ctx)
-    saved_as = {"save": CHOICES["save"].index(save), "consumes_saved": consumes}
-    integers = replaced(integers, **saved_as, **grads)
-    args = (*upstream, *saved, valid_vocab, rows, integers, numbers, group)
+    consumes = ctx.overwritten = strategy == "logits" and _may_overwrite(ctx)
+    wants = dict(zip(GRADIENTS, wanted, strict=True))
+    options = call.options.replaced(save=strategy, consumes_saved=consumes, **wants)
+    call = call._replace(options=options)
     if accumulator is None:
-        return run(inner.backward.default, *args)
+        return calls.run(call)
     with accumulator.lock:
         if (into := accumulator.checked_target()) is None:
-            grad_input, grad_weight, grad_bias = run(inner.backward.default, *args)
+            gradients = calls.run(call)
         else:
-            grad_input, grad_bias = run(inner.backward_into.default, into, *args)
-            grad_weight = None
-        return grad_input, accumulator.finish(grad_weight), grad_bias
+            gradients = calls.run_backward_into(into, call)
+        return gradients._replace(grad_weight=accumulator.finish(gradients.grad_weight))
 
 
 class LinearDivergence(torch.autograd.Function):
     """Of a flce::divergence whose gradients the backward makes, by another call of it, to which
-    grad_output is a factor of the rows. `tensors`, `lists`: the operator's other arguments."""
+    grad_output is a factor of the rows. call: its calls.DivergenceCall."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, loss, tensors, lists, accumulator):
-        ctx.lists, ctx.loss_shape, ctx.accumulator = lists, loss.shape, accumulator
-        ctx.owned, ctx.overwritten = True, False
+    def forward(ctx, input, linear_weight, linear_bias, loss, call, accumulator):
+        ctx.options, ctx.loss_shape, ctx.accumulator = call.options, loss.shape, accumulator
+        ctx.numbers, ctx.owned, ctx.overwritten = call.teacher.numbers, True, False
         leaves = input, linear_weight, linear_bias
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+        tensors = calls.flat(call._replace(teacher=call.teacher._replace(numbers=None)))
+        tensors = [one if isinstance(one, torch.Tensor) else None for one in tensors]
         # A teacher's tensors may be those of inference mode, which autograd refuses to save.
-        unsaved = [one if one is not None and one.is_inference() else None for one in tensors]
-        both, ctx.unsaved = zip(tensors, unsaved, strict=True), unsaved
-        ctx.save_for_backward(*leaves, *(one if other is None else None for one, other in both))
+        ctx.unsaved = [one if one is not None and one.is_inference() else None for one in tensors]
+        pairs = zip(tensors, ctx.unsaved, strict=True)
+        ctx.save_for_backward(*(one if unsaved is None else None for one, unsaved in pairs))
         return loss.view_as(loss)
+
+    @staticmethod
+    def call(ctx):
+        """The call of the forward."""
+        pairs = zip(ctx.saved_tensors, ctx.unsaved, strict=True)
+        tensors = [saved if unsaved is None else unsaved for saved, unsaved in pairs]
+        call = calls.read(calls.DivergenceCall, tensors)
+        return call._replace(
+            teacher=call.teacher._replace(numbers=ctx.numbers), options=ctx.options
+        )
 
     @_once_differentiable
     def backward(ctx, grad_output, *_):
-        wanted, (teacher, valid_vocab, rows, integers, *rest) = _wanted_gradients(ctx), ctx.lists
-        input, weight, bias, *tensors = ctx.saved_tensors
-        both = zip(tensors, ctx.unsaved, strict=True)
-        target, factor, *tensors = (saved if other is None else other for saved, other in both)
-        factor = grad_output.expand(target.shape) * (1 if factor is None else factor)
-        names = dict(zip(GRADIENTS, wanted, strict=True)) | {"save": CHOICES["save"].index("grads")}
-        if value_of(integers, "reduction") == CHOICES["reduction"].index("none"):
-            names["reduction"] = CHOICES["reduction"].index("sum")
-        lists = teacher, valid_vocab, rows, replaced(integers, **names), *rest
-        args = input, weight, target, bias, factor, *tensors, *lists
-        _, scalars, *grads = run(inner.divergence.default, *args)
-        dtype = gemm_dtype(value_of(integers, "autocast"), input.dtype, weight.dtype)
-        scalars = scalars if dtype == torch.float16 and not input.is_cpu else None
-        return _scale_saved(ctx, (scalars, *grads), grad_output.new_ones(()), wanted)
+        wanted, call = _wanted_gradients(ctx), LinearDivergence.call(ctx)
+        options = call.options.replaced(save="grads", **dict(zip(GRADIENTS, wanted, strict=True)))
+        if options.choice("reduction") == "none":
+            options = options.replaced(reduction="sum")
+        factor = grad_output.expand(call.target.shape)
+        factor = factor * (1 if call.token_weight is None else call.token_weight)
+        outputs = calls.run(call._replace(token_weight=factor, options=options))
+        scale = _loss_scale(outputs, options, call.input, call.linear_weight)
+        gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
+        return _scale_saved(ctx, scale, gradients, grad_output.new_ones(()), wanted)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The autograd Function of flce::cross_entropy_forward, as LinearCrossEntropy."""
+    """The autograd Function of flce::cross_entropy_forward, as LinearCrossEntropy. call: its
+    calls.LogitsCall."""
 
     @staticmethod
-    def forward(ctx, logits, made, count, lists, constants):
-        ctx.lists = lists
-        ctx.save_for_backward(logits, *constants, *made[1:3])
-        return _returned(ctx, made, count)
+    def forward(ctx, logits, call, outputs, names):
+        ctx.integers, ctx.numbers = call.integers, call.numbers
+        of_loss = call.weight, call.token_weight, call.token_temperature
+        tensors = calls.LogitsTensors(logits, call.target, *of_loss, outputs.stats, outputs.scalars)
+        calls.save(ctx, tensors)
+        return _returned(ctx, outputs, names)
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats, _):
-        args = (grad_output, grad_stats, *ctx.saved_tensors, *ctx.lists)
-        return (run(inner.cross_entropy_backward.default, *args),)
+        tensors = calls.saved(ctx, calls.LogitsTensors)
+        call = calls.LogitsBackwardCall(grad_output, grad_stats, tensors, ctx.integers, ctx.numbers)
+        return (calls.run_logits_backward(call),)
 
 
-def _apply_forward(made, input, linear_weight, target, linear_bias, *rest):
-    constants, lists = (target, *rest[:3], rest[5]), lists_of(rest[6:])
-    leaves = (input, linear_weight, linear_bias)
-    return LinearCrossEntropy.apply(*leaves, made, None, lists, constants, None, None)
+def with_graph(outputs, call, leaves, names, accumulator=None):
+    """The outputs `names` of a ForwardCall or DivergenceCall, with a graph that ends in `leaves`;
+    all of them, flat, where `names` is None. A divergence has the loss alone."""
+    if isinstance(call, calls.ForwardCall):
+        tensors = call.kept_for_backward(outputs)
+        of_call = outputs, tensors, call.options, names, accumulator
+        return LinearCrossEntropy.apply(*leaves, *of_call)
+    if all(getattr(outputs, name) is None for name in GRADIENTS):
+        loss = LinearDivergence.apply(*leaves, outputs.loss, call, accumulator)
+        return (loss,) if names else outputs._replace(loss=loss)
+    of_call = calls.ForwardTensors(), call.options, names, accumulator
+    returned = LinearCrossEntropy.apply(*leaves, outputs.of_forward(), *of_call)
+    return returned if names else calls.DivergenceOutputs.of(calls.ForwardOutputs(*returned))
 
 
-def _apply_cross_entropy_forward(made, logits, target, *rest):
-    return CrossEntropy.apply(logits, made, None, rest[4:], (target, *rest[:3]))
+def _with_graph(outputs, call):
+    return with_graph(outputs, call, (call.input, call.linear_weight, call.linear_bias), None)
 
 
-def apply_divergence(
-    made, input, linear_weight, target, linear_bias, *rest, count=None, accumulator=None
-):
-    """The outputs `made` of flce::divergence of these arguments, joined to autograd."""
-    loss, scalars, *grads = made
-    leaves, lists = (input, linear_weight, linear_bias), lists_of(rest[9:])
-    if all(grad is None for grad in grads):
-        of_call = loss, (target, *rest[:8]), (rest[8], *lists), accumulator
-        loss = LinearDivergence.apply(*leaves, *of_call)
-        return loss, *made[1:]
-    outputs = [loss, None, scalars, None, None, *grads, None, None]
-    of_call = outputs, count, lists, (None,) * 5, accumulator, None
-    outputs = LinearCrossEntropy.apply(*leaves, *of_call)
-    return outputs if count else (outputs[0], outputs[2], *outputs[5:8])
-
-
-_register_autograd("forward", _apply_forward)
-_register_autograd("divergence", apply_divergence)
-_register_autograd("cross_entropy_forward", _apply_cross_entropy_forward)
+_register_autograd("forward", _with_graph, calls.ForwardCall)
+_register_autograd("divergence", _with_graph, calls.DivergenceCall)
+_register_autograd(
+    "cross_entropy_forward",
+    lambda outputs, call: CrossEntropy.apply(call.logits, call, outputs, None),
+    calls.LogitsCall,
+)
 for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)
 

@@ -8,10 +8,11 @@ import typing
 import torch
 from torch.utils import _pytree
 
-from . import class_losses, composite, fakes, functional, validate
+from . import calls, class_losses, composite, fakes, functional, validate
 from .accumulate import Accumulator
 from .autograd import LinearCrossEntropy
 from .options import (
+    GRADIENTS,
     WIDE_SUM_CHUNKS,
     all_classes,
     check_names,
@@ -130,21 +131,7 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, output
 def _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options):
     """Checks what can be checked before the first chunk, whose call checks the rest. Returns (K,)
     for a target (..., K), else ()."""
-    given = {"target": target, **operands}
-    for name, tensor in given.items():
-        validate.check_tensor(name, tensor)
-    given |= {name: options[name] for name in ("temperature", "gradient_seed")}
-    given["cu_seqlens"] = cu_seqlens
-    for name, value in given.items():
-        if validate.is_dtensor(value):
-            refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
-    functional.check_logprobs(target, outputs.entropy)
-    validate.check_flag("tail", outputs.tail)
-    if not callable(loss_fn):
-        refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
-    validate.refuse_transforms(*given.values())
-    if validate.function_transforms_are_on():
-        validate.refuse_vmap()
+    _check_kinds(operands, target, loss_fn, cu_seqlens, outputs, options)
     input, weight = operands["input"], operands["linear_weight"]
     fakes.check_operands(input, weight, operands.get("linear_bias"))
     for name, tensor in operands.items():
@@ -164,6 +151,26 @@ def _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options):
     if packed.sequence:
         refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
     return classes
+
+
+def _check_kinds(operands, target, loss_fn, cu_seqlens, outputs, options):
+    """Checks what the arguments are: tensors, plain ones, a function, flags; and that no transform
+    is active."""
+    given = {"target": target, **operands}
+    for name, tensor in given.items():
+        validate.check_tensor(name, tensor)
+    given |= {name: options[name] for name in ("temperature", "gradient_seed")}
+    given["cu_seqlens"] = cu_seqlens
+    for name, value in given.items():
+        if validate.is_dtensor(value):
+            refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
+    functional.check_logprobs(target, outputs.entropy)
+    validate.check_flag("tail", outputs.tail)
+    if not callable(loss_fn):
+        refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
+    validate.refuse_transforms(*given.values())
+    if validate.function_transforms_are_on():
+        validate.refuse_vmap()
 
 
 def _rows_of_chunk(rows, tokens, operands, dtype, options):
@@ -388,13 +395,14 @@ class _Chunks:
     def differentiable(self, total):
         """`total`, whose backward multiplies the gradients by grad_output."""
         total, parts = total.detach(), []
-        lists, constants = (None, None, split({})[0].integers_with()), (None,) * 5
+        options = calls.CallOptions(None, None, split({})[0].integers_with(), ())
         for names, accumulator in ((_OPERANDS[:3], self.accumulator), ((*_OPERANDS[3:], ""), None)):
             if not self.needs.isdisjoint(names):
                 value = torch.zeros_like(total) if parts else total
-                outputs = [value, *(None,) * 4, *map(self._gradient, names), None, None]
-                rest = outputs, 1, lists, constants, accumulator, None
-                parts += LinearCrossEntropy.apply(*map(self.operands.get, names), *rest)
+                gradients = dict(zip(GRADIENTS, map(self._gradient, names), strict=True))
+                outputs = calls.ForwardOutputs(value, **gradients)
+                of_call = outputs, calls.ForwardTensors(), options, ("loss",), accumulator
+                parts += LinearCrossEntropy.apply(*map(self.operands.get, names), *of_call)
         return sum(parts[1:], parts[0])
 
 

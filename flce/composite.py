@@ -11,7 +11,7 @@ import typing
 import torch
 from torch.compiler import is_compiling
 
-from . import adapter, autograd, fakes, operators, reference, torch_private, validate
+from . import adapter, autograd, calls, fakes, operators, reference, torch_private, validate
 from .accumulate import Accumulator
 from .options import DTYPES, NUMBERS, OF_DIVERGENCE, OPTIONS, OUTPUTS, RETURNS, replaced, split
 from .targets import shifted_target
@@ -20,13 +20,12 @@ from .targets import shifted_target
 class ShardedCall(typing.NamedTuple):
     """What ranks that divide the vocabulary may compare before a call.
 
-    op, arguments: the operator and its arguments, without a seed. options: of the call, by name.
+    call: a calls.ForwardCall or DivergenceCall, without a seed. options: of the call, by name.
     caller: the name ("call") and the arguments of a public function that is composed of this call;
     None where the user has made this call.
     """
 
-    op: object
-    arguments: tuple
+    call: object
     options: dict
     caller: dict | None
 
@@ -98,9 +97,19 @@ def _seed_of_rank(seed, rank):
     return seed + step if rank else seed
 
 
+class LossTensors(typing.NamedTuple):
+    """Tensors that scale the rows of a loss, or None: weight (V,), token_weight and temperature of
+    the rows' shape, num_items 0-d."""
+
+    weight: torch.Tensor | None
+    token_weight: torch.Tensor | None
+    temperature: torch.Tensor | None
+    num_items: torch.Tensor | None
+
+
 def _loss_tensors(packed, tensors, target, *operands):
-    """weight, token_weight, temperature and num_items, after the checks of what C cannot see.
-    `operands`: the others that may require grad, input or logits first."""
+    """The LossTensors, after the checks of what C cannot see. `operands`: the others that may
+    require grad, input or logits first."""
     if validate.transforms_are_on():
         validate.refuse_transforms(*operands, target, *tensors.values())
     for name in _VECTORS:
@@ -117,7 +126,7 @@ def _loss_tensors(packed, tensors, target, *operands):
         temperature = temperature.expand(fakes.rows_shape(target))
     if (num_items := tensors.get("num_items")) is not None:
         num_items = validate.num_items_tensor(num_items, packed.reduction, operands[0])
-    return weight, token_weight, temperature, num_items
+    return LossTensors(weight, token_weight, temperature, num_items)
 
 
 def _of_ranks(packed, tensor):
@@ -149,7 +158,7 @@ def _final_logits(packed, z, temperature, cut):
     )
 
 
-def _top_outputs(packed, logits, classes, tail_lse):
+def _top_results(packed, logits, classes, tail_lse):
     """class_logits, classes and tail_lse of the topk largest of the candidates' `logits`.
 
     `tail_lse`: of all classes but the candidates, or None; those that are not chosen join it.
@@ -171,21 +180,21 @@ def _logaddexp(lse, others):
     return terms.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -math.inf)
 
 
-def _class_outputs(packed, z, classes, temperature, target, tail_lse):
-    """class_logits, classes (None without topk) and tail_lse.
-
-    z, classes: of the rows' classes, or of the candidates, from the operator.
-    """
+def _class_results(packed, outputs, temperature, target, tail_lse):
+    """{"class_logits", "classes" (None without topk), "tail_lse"} from an operator's class_logits
+    and, with topk, its candidates."""
+    z, classes = outputs.class_logits, outputs.top_classes
     if packed.ranks > 1 and packed.topk:
         z, classes = (torch.cat(_of_ranks(packed, one), dim=-1) for one in (z, classes))
     elif packed.ranks > 1:
         z = sum(_of_ranks(packed, z))  # 0 for the classes of other ranks
     cut = reference.ignored(target, packed.ignore_index)
     logits = _final_logits(packed, z, temperature, cut)
-    if not packed.topk:
-        return logits, None, tail_lse
-    logits, classes, tail_lse = _top_outputs(packed, logits, classes, tail_lse)
-    return logits, classes, None if tail_lse is None else tail_lse.masked_fill(cut, 0.0)
+    classes = classes if packed.topk else None
+    if packed.topk:
+        logits, classes, tail_lse = _top_results(packed, logits, classes, tail_lse)
+        tail_lse = None if tail_lse is None else tail_lse.masked_fill(cut, 0.0)
+    return {"class_logits": logits, "classes": classes, "tail_lse": tail_lse}
 
 
 def _accuracy(target, ignored, predictions, valid, bound):
@@ -217,41 +226,49 @@ def mean_of(total, valid, num_items):
     return total * torch.where(count == 0, of_none, 1.0 / count)
 
 
-def _outputs(packed, made, target, tensors, num_items, bound):
-    """The loss and, if any are wanted, OUTPUTS, from the outputs of an inner operator.
+def _results(packed, outputs, target, tensors, num_items, rows):
+    """The list of the loss and, if any are wanted, OUTPUTS, from the outputs of an operator.
 
-    `bound`: how many rows were computed.
+    rows: calls.CallOptions' of the call.
     """
-    wanted, (loss, stats, sums, predictions, *rest) = packed.wanted, made
-    z, classes = rest[-2:] or (None, None)
-    if not packed.outputs and z is None:
-        return made[:1]
-    shape, outputs = fakes.rows_shape(target), dict.fromkeys(OUTPUTS)
+    has_classes = outputs.class_logits is not None
+    if not packed.outputs and not has_classes:
+        return [outputs.loss]
+    results = dict.fromkeys(OUTPUTS) | _row_results(packed.wanted, outputs, target)
+    if results["entropy"] is not None and packed.detaches_entropy:
+        results["entropy"] = results["entropy"].detach()
     ignored = None
     if not target.is_floating_point():
         ignored = validate.is_equal(target, packed.ignore_index)
-    valid = None if sums is None else sums[operators.SCALAR_VALID]
-    lse = stats[operators.STAT_LSE].reshape(shape) if wanted.lse or wanted.z_loss else None
+    valid = None if outputs.scalars is None else outputs.scalars[operators.SCALAR_VALID]
+    if packed.wanted.accuracy:
+        results["accuracy"] = _accuracy(target, ignored, outputs.predictions, valid, rows)
+    if packed.wanted.z_loss:
+        lse, token_weight = _lse_of(outputs, target), tensors.get("token_weight")
+        results["z_loss"] = _z_loss(packed, lse, token_weight, ignored, valid, num_items)
+    if has_classes:
+        temperature, tail_lse = tensors.get("temperature"), results["tail_lse"]
+        results |= _class_results(packed, outputs, temperature, target, tail_lse)
+    return [outputs.loss, *results.values()]
+
+
+def _lse_of(outputs, target):
+    """The logsumexp of each row, (...)."""
+    return outputs.stats[operators.STAT_LSE].reshape(fakes.rows_shape(target))
+
+
+def _row_results(wanted, outputs, target):
+    """The wanted ones of lse, entropy, predictions and tail_lse, (...), by name."""
+    shape, results = fakes.rows_shape(target), {}
     if wanted.lse:
-        outputs["lse"] = lse
+        results["lse"] = _lse_of(outputs, target)
     if wanted.entropy:
-        entropy = stats[operators.STAT_ENTROPY].reshape(shape)
-        outputs["entropy"] = entropy.detach() if packed.detaches_entropy else entropy
-    if wanted.accuracy:
-        outputs["accuracy"] = _accuracy(target, ignored, predictions, valid, bound)
+        results["entropy"] = outputs.stats[operators.STAT_ENTROPY].reshape(shape)
     if wanted.predictions:
-        outputs["predictions"] = predictions
-    if wanted.z_loss:
-        outputs["z_loss"] = _z_loss(
-            packed, lse, tensors.get("token_weight"), ignored, valid, num_items
-        )
+        results["predictions"] = outputs.predictions
     if wanted.tail_lse:
-        outputs["tail_lse"] = stats[operators.STAT_TAIL_LSE].reshape(shape)
-    if z is not None:
-        temperature = tensors.get("temperature")
-        of_classes = _class_outputs(packed, z, classes, temperature, target, outputs["tail_lse"])
-        outputs |= zip(("class_logits", "classes", "tail_lse"), of_classes, strict=True)
-    return [loss, *outputs.values()]
+        results["tail_lse"] = outputs.stats[operators.STAT_TAIL_LSE].reshape(shape)
+    return results
 
 
 def check_options(given, rows, **sizes):
@@ -266,104 +283,161 @@ def check_options(given, rows, **sizes):
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
+class Operands(typing.NamedTuple):
+    """The operands of the logits' GEMM.
+
+    leaves: what gets the gradients: input, weight (the adapter's beside a frozen linear_weight) and
+    bias. needs: which of them require grad, and grad mode is on. frozen_hidden: how many columns of
+    the weight get no gradient.
+    """
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    leaves: tuple
+    needs: tuple
+    frozen_hidden: int
+
+
+def _operands(input, linear_weight, tensors, packed, autocast):
+    differentiated, frozen_hidden, weight = linear_weight, 0, linear_weight
+    if "adapter_input" in tensors or "adapter_weight" in tensors:
+        joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
+        input, weight, differentiated, frozen_hidden = joined
+    bias = tensors.get("linear_bias")
+    leaves, grad = (input, differentiated, bias), torch.is_grad_enabled()
+    needs = tuple(grad and leaf is not None and leaf.requires_grad for leaf in leaves)
+    return Operands(input, weight, bias, leaves, needs, frozen_hidden)
+
+
+def _accumulator(packed, operands):
+    """The Accumulator that accumulate_into asks for; None where no weight gets a gradient."""
+    if packed.accumulate_into is None or not operands.needs[1] or operands.frozen_hidden:
+        return None
+    return Accumulator(operands.weight, packed.accumulate_into)
+
+
+def _call_options(packed, operands, rows, autocast, accumulates, made_now, wants_classes):
+    """The calls.CallOptions. made_now: which gradients a forward with save="grads" makes."""
+    input = operands.input
+    tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
+    memory = packed.memory(input.device)
+    of_call = autocast, operands.frozen_hidden, accumulates, is_traced(), wants_classes
+    integers = packed.integers(*memory, *of_call, *made_now, tf32)
+    return calls.CallOptions(packed.valid_vocab, rows, integers, packed.numbers, packed.group)
+
+
 def linear_cross_entropy_of(
     input, linear_weight, target, given, teacher=None, *, first_token=0, caller=None
 ):
     """The list of the loss and OUTPUTS, None for those that are not wanted, or of the loss alone if
     none is. `given`: the options that the caller gave, by name; a missing one has its default.
-    `teacher`: of a divergence from it (linear_divergence_of). `first_token`: the number of the
-    first row, where these are a part of the caller's. `caller`: see ShardedCall."""
+    `teacher`: a calls.Teacher, of a divergence from it. `first_token`: the number of the first row,
+    where these are a part of the caller's. `caller`: see ShardedCall."""
     packed, tensors = split(given)
-    weight = differentiated = linear_weight
     autocast = autocast_code(input)
-    frozen = 0
-    if "adapter_input" in tensors or "adapter_weight" in tensors:
-        joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
-        input, weight, differentiated, frozen = joined
-    bias, grad, traced = tensors.get("linear_bias"), torch.is_grad_enabled(), is_traced()
-    needs = (
-        grad and input.requires_grad,
-        grad and differentiated.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-    )
-    class_weight, token_weight, temperature, num_items = _loss_tensors(
-        packed, tensors, target, input, weight
-    )
-    accumulates = packed.accumulate_into is not None and needs[1] and not frozen
-    accumulator = Accumulator(weight, packed.accumulate_into) if accumulates else None
-    offsets = tensors.get("cu_seqlens")
+    operands = _operands(input, linear_weight, tensors, packed, autocast)
+    of_loss = _loss_tensors(packed, tensors, target, operands.input, operands.weight)
+    accumulator = _accumulator(packed, operands)
+    offsets, classes = tensors.get("cu_seqlens"), tensors.get("classes")
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
-    classes = tensors.get("classes")
-    wants_classes = classes is not None or packed.topk > 0
     rows = _rows(packed, target)
-    tf32 = input.is_cuda and input.dtype is torch.float32 and _matmul.fp32_precision == "tf32"
-    memory = packed.memory(input.device)
+    # A divergence adds what its forward has made, if anything.
     later = teacher and (packed.reduction == "none" or given.get("save") == "stats")
-    made_now = (False,) * 3 if later else needs
-    adds = accumulates and not teacher  # a divergence adds what its forward has made
-    of_call = autocast, frozen, adds, traced, wants_classes, *made_now, tf32
-    integers = packed.integers(*memory, *of_call)
+    options = _call_options(
+        packed,
+        operands,
+        rows,
+        autocast,
+        accumulates=accumulator is not None and not teacher,
+        made_now=(False,) * 3 if later else operands.needs,
+        wants_classes=classes is not None or packed.topk > 0,
+    )
     if first_token:
-        integers = replaced(integers, first_token=first_token)
-    lists = packed.valid_vocab, rows, integers, packed.numbers, packed.group
-    of_rows = token_weight, temperature, num_items
-    if teacher:
-        op, of_loss, last = operators.inner.divergence.default, of_rows, teacher
-    else:
-        op, of_loss, last = operators.inner.forward.default, (class_weight, *of_rows), (classes,)
-    operands = input, weight, target, bias, *of_loss
+        options = options.replaced(first_token=first_token)
+    call = _call(operands, target, of_loss, teacher, classes, options)
     if packed.ranks > 1:
-        arguments = *operands, None, *last, *lists
-        before_sharded_call(ShardedCall(op, arguments, given, caller))
-    operands = *operands, _seed(packed, tensors, input)
+        before_sharded_call(ShardedCall(call, given, caller))
+    call = call._replace(seed=_seed(packed, tensors, operands.input))
+    outputs = _run(call, operands, packed, accumulator)
+    return _results(packed, outputs, target, tensors, of_loss.num_items, rows)
+
+
+def _call(operands, target, of_loss, teacher, classes, options):
+    """The calls.ForwardCall, or the DivergenceCall from a teacher, without a seed."""
+    of_rows = {
+        "input": operands.input,
+        "linear_weight": operands.weight,
+        "target": target,
+        "linear_bias": operands.bias,
+        "token_weight": of_loss.token_weight,
+        "token_temperature": of_loss.temperature,
+        "num_items": of_loss.num_items,
+        "seed": None,
+        "options": options,
+    }
     if teacher:
-        joins = {"count": 1, "accumulator": accumulator} if any(needs) else {}
-        return _divergence(operands, teacher, lists, joins)
-    if traced and any(needs):
+        return calls.DivergenceCall(**of_rows, teacher=teacher)
+    return calls.ForwardCall(**of_rows, weight=of_loss.weight, classes=classes)
+
+
+def _run(call, operands, packed, accumulator):
+    """The calls.ForwardOutputs of a call, with a graph where one is wanted."""
+    is_divergence, wants_graph = isinstance(call, calls.DivergenceCall), any(operands.needs)
+    if is_traced() and wants_graph and not is_divergence:
         # The fakes have to know which outputs there are.
-        lists = fakes.with_strategy(input, weight, target, bias, lists)
-    made = list(operators.run(op, *operands, classes, *lists))
-    if any(needs):
-        count = 3 if wants_classes else 2 if packed.differentiable else 1
-        leaves, gemm_weight = (input, differentiated, bias), weight if frozen else None
-        of_classes = made[-1] if packed.topk else classes
-        constants = target, class_weight, token_weight, temperature, of_classes
-        rest = made, count, lists, constants, accumulator, gemm_weight
-        outputs = autograd.LinearCrossEntropy.apply(*leaves, *rest)
-        for index, output in zip(autograd.DIFFERENTIABLE, outputs, strict=False):
-            made[index] = output
-    return _outputs(packed, made, target, tensors, num_items, rows)
+        call = call._replace(options=fakes.with_strategy(call))
+    outputs = calls.run(call)
+    if wants_graph:
+        names = autograd.DIFFERENTIABLE[: 2 if packed.differentiable else 1]
+        if not is_divergence and outputs.class_logits is not None:
+            names = autograd.DIFFERENTIABLE
+        values = autograd.with_graph(outputs, call, operands.leaves, names, accumulator)
+    outputs = outputs.of_forward() if is_divergence else outputs
+    return outputs.with_graph(names, values) if wants_graph else outputs
 
 
-def linear_divergence_of(input, linear_weight, target, *others):
-    """The list of the loss. `others`: the teacher's input or logits, weight, bias, temperature of
-    each row and numbers (csrc/binding/call.h), and the other options."""
-    *teacher, given = others
+def linear_divergence_of(
+    input,
+    linear_weight,
+    target,
+    teacher_input,
+    teacher_weight,
+    teacher_bias,
+    teacher_temperature,
+    teacher_numbers,
+    given,
+):
+    """The list of the loss. `teacher_input`: its hidden states, or without a weight its logits;
+    `teacher_numbers`: options.TEACHER_NUMBERS; `given`: the other options."""
+    tensors = teacher_input, teacher_weight, teacher_bias, teacher_temperature
+    tensors = [None if one is None else one.detach() for one in tensors]
+    teacher = calls.Teacher(*tensors, teacher_numbers)
     return linear_cross_entropy_of(input, linear_weight, target, given, teacher)
-
-
-def _divergence(operands, teacher, rest, joins):
-    """`rest`: what follows the teacher in the operator's arguments; `joins`: arguments of
-    apply_divergence, or none where no gradient is wanted."""
-    tensors = [one if one is None else one.detach() for one in teacher[:-1]]
-    operands = *operands, *tensors, teacher[-1], *rest
-    made = operators.run(operators.inner.divergence.default, *operands)
-    return list(autograd.apply_divergence(made, *operands, **joins) if joins else made)[:1]
 
 
 def cross_entropy_of(logits, target, given):
     """As linear_cross_entropy_of, for given logits."""
     packed, tensors = split(given)
-    *vectors, num_items = _loss_tensors(packed, tensors, target, logits)
+    of_loss = _loss_tensors(packed, tensors, target, logits)
     differentiable = torch.is_grad_enabled() and logits.requires_grad
-    lists = packed.integers_with(grad_input=differentiable), packed.numbers
-    forward = operators.inner.cross_entropy_forward.default
-    made = list(operators.run(forward, logits, target, *vectors, num_items, *lists))
+    call = calls.LogitsCall(
+        logits,
+        target,
+        of_loss.weight,
+        of_loss.token_weight,
+        of_loss.temperature,
+        of_loss.num_items,
+        packed.integers_with(grad_input=differentiable),
+        packed.numbers,
+    )
+    outputs = calls.run(call)
     if differentiable:
-        count = 2 if packed.differentiable else 1
-        made[:count] = autograd.CrossEntropy.apply(logits, made, count, lists, (target, *vectors))
-    return _outputs(packed, made, target, tensors, num_items, None)
+        names = autograd.DIFFERENTIABLE[: 2 if packed.differentiable else 1]
+        values = autograd.CrossEntropy.apply(logits, call, outputs, names)
+        outputs = outputs._replace(**dict(zip(names, values, strict=True)))
+    return _results(packed, outputs.of_forward(), target, tensors, of_loss.num_items, None)
 
 
 def _kernel_of(function, names, gives_outputs):
@@ -405,11 +479,11 @@ def _register(name, function, operands, options, variants=2):
 
 
 _of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}
-_operands = "Tensor input, Tensor linear_weight, Tensor target"
-_register("linear_cross_entropy", linear_cross_entropy_of, _operands, OPTIONS)
+_of_linear = "Tensor input, Tensor linear_weight, Tensor target"
+_register("linear_cross_entropy", linear_cross_entropy_of, _of_linear, OPTIONS)
 _teacher = "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, "
 _teacher += "Tensor? teacher_temperature, float[] teacher_numbers"
 _of_divergence = {name: OPTIONS[name] for name in OF_DIVERGENCE}
-_schema = f"{_operands}, {_teacher}"
+_schema = f"{_of_linear}, {_teacher}"
 _register("linear_divergence", linear_divergence_of, _schema, _of_divergence, variants=1)
 _register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

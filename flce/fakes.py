@@ -7,9 +7,9 @@ import math
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import torch_private
-from .operators import SCALARS, STATS, inner, library, lists_of, run_plain, variants
-from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, code_of, replaced, value_of
+from . import calls, torch_private
+from .operators import SCALARS, STATS, inner, library, run_plain, variants
+from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, NUMBERS, code_of
 from .validate import (
     check_same_device,
     check_shape,
@@ -39,35 +39,36 @@ def describe_sizes(valid_vocab, integers, numbers, **sizes):
         )
 
 
-def described(input, linear_weight, target, linear_bias, lists, **sizes):
-    """The Described of a call; no result depends on the number of its rows, which may be
-    symbolic. `sizes`: those of describe_sizes that do not follow from the tensors."""
-    valid_vocab, _, *packed, _ = lists
+def described(operands, options, **sizes):
+    """The Described of a call; no result depends on the number of its rows, which may be symbolic.
+    operands: a record with input, linear_weight, target and linear_bias; options: its
+    calls.CallOptions; sizes: those of describe_sizes that do not follow from the tensors."""
+    input, linear_weight, bias = operands.input, operands.linear_weight, operands.linear_bias
     return describe_sizes(
-        valid_vocab,
-        *packed,
+        options.valid_vocab,
+        options.integers,
+        options.numbers,
         on_cpu=input.device.type == "cpu",
         hidden=input.shape[-1],
         weight_rows=linear_weight.shape[0],
         input_dtype=code_of("input", input.dtype),
         weight_dtype=code_of("linear_weight", linear_weight.dtype),
-        bias_dtype=-1 if linear_bias is None else code_of("linear_bias", linear_bias.dtype),
-        probabilities=target.is_floating_point(),
+        bias_dtype=-1 if bias is None else code_of("linear_bias", bias.dtype),
+        probabilities=operands.target.is_floating_point(),
         **sizes,
     )
 
 
-def with_strategy(input, linear_weight, target, linear_bias, lists):
-    """`lists` with the strategy in place of "auto"."""
-    valid_vocab, rows, integers, numbers, group = lists
-    if CHOICES["save"][value_of(integers, "save")] != "auto":
-        return lists
-    found = described(input, linear_weight, target, linear_bias, lists)
-    kept, save = _kept_rows(target, rows), found.many
+def with_strategy(call):
+    """The options of a calls.ForwardCall, with the strategy in place of "auto"."""
+    if call.options.choice("save") != "auto":
+        return call.options
+    found = described(call, call.options)
+    kept, save = _kept_rows(call.target, call.options.rows), found.many
     for strategy, limit in ((found.some, found.some_rows), (found.few, found.few_rows)):
         if strategy != save and _is_at_most(kept, limit):
             save = strategy
-    return valid_vocab, rows, replaced(integers, save=save), numbers, group
+    return call.options.replaced(save=save)
 
 
 def _is_at_most(rows, limit):
@@ -87,74 +88,74 @@ def _kept_rows(target, rows):
     return math.prod(rows_shape(target)) if rows is None or rows < 0 else rows
 
 
-def _fake_loss(target, integers, dtype, keeps_statistics):
-    """The fake loss, stats, scalars and predictions."""
+def _fake_loss(target, options, dtype, keeps_statistics):
+    """The fake loss, stats, scalars and predictions, by name. options: calls.CallOptions."""
     shape = rows_shape(target)
     stats = scalars = predictions = None
     if keeps_statistics:
         stats = target.new_empty((STATS, math.prod(shape)), dtype=dtype)
         scalars = target.new_empty((SCALARS,), dtype=dtype)
-    if value_of(integers, "wants_predictions"):
+    if options.value("wants_predictions"):
         predictions = target.new_empty(shape, dtype=torch.int64)
-    reduced = CHOICES["reduction"][value_of(integers, "reduction")] != "none"
-    return target.new_empty(() if reduced else shape, dtype=dtype), stats, scalars, predictions
+    reduced = options.choice("reduction") != "none"
+    loss = target.new_empty(() if reduced else shape, dtype=dtype)
+    return {"loss": loss, "stats": stats, "scalars": scalars, "predictions": predictions}
 
 
-def _fake_gradients(input, linear_weight, linear_bias, integers, found):
-    columns = input.shape[-1] - value_of(integers, "frozen_hidden")
+def _fake_gradients(operands, options, found):
+    """The calls.Gradients; operands: as of described."""
+    input, linear_weight = operands.input, operands.linear_weight
+    columns = input.shape[-1] - options.value("frozen_hidden")
     shapes = input.shape, (linear_weight.shape[0], columns), linear_weight.shape[:1]
     dtypes = found.grad_input_dtype, found.grad_weight_dtype, found.grad_bias_dtype
-    return tuple(
-        input.new_empty(shape, dtype=DTYPES[dtype]) if value_of(integers, name) else None
-        for name, shape, dtype in zip(GRADIENTS, shapes, dtypes, strict=True)
+    return calls.Gradients(
+        *(
+            input.new_empty(shape, dtype=DTYPES[dtype]) if options.value(name) else None
+            for name, shape, dtype in zip(GRADIENTS, shapes, dtypes, strict=True)
+        )
     )
 
 
-def _check_call(input, linear_weight, target, linear_bias, integers, *vectors):
-    """The shape of the rows of all ranks, after the checks of a call's tensors."""
-    check_operands(input, linear_weight, linear_bias)
-    ranks, vocab = (value_of(integers, name) for name in ("ranks", "vocab"))
-    shape, scatters = input.shape[:-1], value_of(integers, "input_is_sharded")
+def _check_call(call, weight):
+    """The shape of the rows of all ranks, after the checks of a call's tensors. weight: of the
+    classes, or None."""
+    input, linear_weight, options = call.input, call.linear_weight, call.options
+    check_operands(input, linear_weight, call.linear_bias)
+    if len(options.integers) != len(INTEGERS) + 1:  # the layout is the last one
+        refuse("integers", f"{len(INTEGERS) + 1} values", len(options.integers))
+    ranks, vocab = options.value("ranks"), options.value("vocab")
+    shape, scatters = input.shape[:-1], options.value("input_is_sharded")
     shape = (shape[0] * ranks, *shape[1:]) if scatters and shape else shape
     classes = vocab if ranks and vocab >= 0 else max(ranks, 1) * linear_weight.shape[0]
-    _check_loss_tensors("input", input, shape, classes, target, *vectors)
+    vectors = weight, call.token_weight, call.token_temperature, call.num_items
+    _check_loss_tensors("input", input, shape, classes, call.target, *vectors)
     return shape
 
 
-def _checked_lists(rest):
-    """lists_of, with as many integers as their names."""
-    lists = lists_of(rest)
-    if len(lists[2]) != len(INTEGERS) + 1:
-        refuse("integers", f"{len(INTEGERS) + 1} values", len(lists[2]))
-    return lists
-
-
-def _fake_forward(
-    input, linear_weight, target, linear_bias,
-    weight, token_weight, token_temperature, num_items, seed, classes, *rest,
-):  # fmt: skip
-    operands, lists = (input, linear_weight, target, linear_bias), _checked_lists(rest)
-    of_loss = weight, token_weight, token_temperature, num_items
-    shape = _check_call(*operands, lists[2], *of_loss)
-    lists = with_strategy(*operands, lists)
-    found = described(*operands, lists)
+def _fake_forward(call):
+    shape = _check_call(call, call.weight)
+    options, target, classes = with_strategy(call), call.target, call.classes
+    found = described(call, options)
     dtype = DTYPES[found.stat_dtype]
-    made = _fake_loss(target, lists[2], dtype, found.keeps_statistics)
-    top = logits = None
+    of_loss = _fake_loss(target, options, dtype, found.keeps_statistics)
+    top = logits = saved = None
     if found.candidates:
         top = target.new_empty((*rows_shape(target), found.candidates), dtype=torch.int64)
     classes = top if classes is None else classes
     if classes is not None:
         check_shape("classes", classes, (*shape, *classes.shape[-1:]))
-        check_same_device("classes", classes, "input", input)
+        check_same_device("classes", classes, "input", call.input)
         logits = classes.new_empty(classes.shape, dtype=dtype)
-    save, saved, grads = CHOICES["save"][found.many], None, (None,) * 3
+    save, gradients = CHOICES["save"][found.many], calls.Gradients(None, None, None)
     if save in ("logits", "samples"):
         dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
-        saved = input.new_empty((_kept_rows(target, lists[1]), found.saved_pitch), dtype=dtype)
+        saved = call.input.new_empty(
+            (_kept_rows(target, options.rows), found.saved_pitch), dtype=dtype
+        )
     if save == "grads":
-        grads = _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
-    return *made, saved, *grads, logits, top
+        gradients = _fake_gradients(call, options, found)
+    of_call = {**gradients._asdict(), "saved": saved, "class_logits": logits, "top_classes": top}
+    return calls.ForwardOutputs(**of_loss, **of_call)
 
 
 def check_operands(input, linear_weight, linear_bias=None):
@@ -186,59 +187,66 @@ def _check_loss_tensors(name, first, shape, classes, target, *vectors):
             check_vector(option, tensor, expected, name, first)
 
 
-def _fake_backward(_, stats, classes, input, linear_weight, target, linear_bias, *rest):
-    lists = lists_of(rest[8:])
-    check_operands(input, linear_weight, linear_bias)
-    found = described(input, linear_weight, target, linear_bias, lists)
-    return _fake_gradients(input, linear_weight, linear_bias, lists[2], found)
+def _fake_backward(call):
+    operands = call.forward
+    check_operands(operands.input, operands.linear_weight, operands.linear_bias)
+    return _fake_gradients(operands, call.options, described(operands, call.options))
 
 
-def _fake_divergence(
-    input, linear_weight, target, linear_bias, token_weight, token_temperature, num_items, seed,
-    teacher_input, teacher_weight, teacher_bias, teacher_temperature, teacher, *rest,
-):  # fmt: skip
-    valid_vocab, rows, integers, numbers, group = _checked_lists(rest)
-    operands = input, linear_weight, target, linear_bias
-    shape = _check_call(*operands, integers, None, token_weight, token_temperature, num_items)
-    gives_logits = teacher_weight is None
+def _fake_backward_into(grad_weight_into, *args):
+    gradients = _fake_backward(calls.read(calls.BackwardCall, args))
+    return gradients.grad_input, gradients.grad_bias
+
+
+def _fake_divergence(call):
+    shape, teacher = _check_call(call, None), call.teacher
+    gives_logits = teacher.weight is None
     first = "teacher_logits" if gives_logits else "teacher_input"
-    named = {first: teacher_input, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
-    named["teacher_temperature"] = teacher_temperature
+    named = {first: teacher.input, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+    named["teacher_temperature"] = teacher.temperature
     for name, tensor in named.items():
         if tensor is not None:
-            check_same_device(name, tensor, "input", input)
-    leading = shape if gives_logits else input.shape[:-1]
-    check_shape(first, teacher_input, (*leading, *teacher_input.shape[-1:]))
-    save = "grads" if any(value_of(integers, name) for name in GRADIENTS) else "nothing"
-    integers = replaced(integers, save=CHOICES["save"].index(save))
-    lists = valid_vocab, rows, integers, numbers, group
-    found = described(*operands, lists, teacher_hidden=1)  # no size depends on the teacher's
-    dtype, keeps = DTYPES[found.stat_dtype], found.keeps_statistics
-    loss, _, scalars, _ = _fake_loss(target, integers, dtype, keeps)
-    return loss, scalars, *_fake_gradients(*operands[:2], linear_bias, integers, found)
+            check_same_device(name, tensor, "input", call.input)
+    leading = shape if gives_logits else call.input.shape[:-1]
+    check_shape(first, teacher.input, (*leading, *teacher.input.shape[-1:]))
+    makes_gradients = any(call.options.value(name) for name in GRADIENTS)
+    options = call.options.replaced(save="grads" if makes_gradients else "nothing")
+    found = described(call, options, teacher_hidden=1)  # no size depends on the teacher's
+    of_loss = _fake_loss(call.target, options, DTYPES[found.stat_dtype], found.keeps_statistics)
+    gradients = _fake_gradients(call, options, found)
+    return calls.DivergenceOutputs(of_loss["loss"], of_loss["scalars"], **gradients._asdict())
 
 
-def _fake_cross_entropy_forward(logits, target, *rest):
+def _fake_cross_entropy_forward(call):
+    logits, target = call.logits, call.target
     if logits.dim() < 1:
         refuse("logits", "at least one dimension", "a 0-d tensor")
     vocab, code = logits.shape[-1], code_of("logits", logits.dtype)
     if vocab < 1:
         refuse("logits", "at least one class", f"shape {tuple(logits.shape)}")
-    _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, *rest[:4])
-    named = {"weight_rows": vocab, "input_dtype": code, "weight_dtype": code}
-    describe_sizes(None, *rest[4:6], **named, probabilities=target.is_floating_point())
+    vectors = call.weight, call.token_weight, call.token_temperature, call.num_items
+    _check_loss_tensors("logits", logits, logits.shape[:-1], vocab, target, *vectors)
+    sizes = {"weight_rows": vocab, "input_dtype": code, "weight_dtype": code}
+    sizes["probabilities"] = target.is_floating_point()
+    describe_sizes(None, call.integers, call.numbers, **sizes)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return _fake_loss(target, rest[4], dtype, True)
+    options = calls.CallOptions(None, None, call.integers, call.numbers)
+    return calls.LogitsOutputs(**_fake_loss(target, options, dtype, True))
+
+
+def _of_record(kind, fake):
+    """The fake implementation of an operator by one that takes its call as a record."""
+    return lambda *args: fake(calls.read(kind, args))
 
 
 _FAKES = {
-    "forward": _fake_forward,
-    "divergence": _fake_divergence,
-    "backward": _fake_backward,
-    "backward_into": lambda grad_weight_into, *args: _fake_backward(*args)[::2],
+    "forward": _of_record(calls.ForwardCall, _fake_forward),
+    "divergence": _of_record(calls.DivergenceCall, _fake_divergence),
+    "backward": _of_record(calls.BackwardCall, _fake_backward),
+    "backward_into": _fake_backward_into,
     "scale_": lambda *args: None,
     "scaled": lambda grad, grad_output, scalars, dtype: torch.empty_like(grad, dtype=dtype),
-    "cross_entropy_forward": _fake_cross_entropy_forward,
+    "cross_entropy_forward": _of_record(calls.LogitsCall, _fake_cross_entropy_forward),
     "cross_entropy_backward": lambda _, grad_stats, logits, *rest: logits.new_empty(logits.shape),
 }
 
@@ -252,38 +260,48 @@ for _name, _fake in _FAKES.items():
 # ---- FLOPs, for torch.utils.flop_counter ----
 
 
-def _gemm_flops(input, linear_weight, target, lists, gemms, entries=None):
-    """FLOPs of GEMMs over the rows that are computed and all classes, or `entries` of each row."""
-    valid_vocab, rows, integers, _, _ = lists
-    classes = entries or min(valid_vocab or len(linear_weight), len(linear_weight))
-    rows = _kept_rows(target, rows)
+def _gemm_flops(input, operands, options, gemms, entries=None):
+    """FLOPs of GEMMs over the rows that are computed and all classes, or `entries` of each row.
+    input: of these GEMMs; operands: as of described."""
+    target, classes = operands.target, len(operands.linear_weight)
+    classes = entries or min(options.valid_vocab or classes, classes)
+    rows = _kept_rows(target, options.rows)
     if target.is_cpu and not target.is_floating_point() and not torch_private.is_fake(target):
-        rows = int((~is_equal(target, value_of(integers, "ignore_index"))).sum())
+        rows = int((~is_equal(target, options.value("ignore_index"))).sum())
     return 2 * gemms * rows * input.shape[-1] * classes
 
 
+def _entries(options):
+    """The classes of a row that a sampled gradient holds."""
+    return math.ceil(1 / dict(zip(NUMBERS, options.numbers, strict=True))["gradient_eps"])
+
+
 @register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)
-def _forward_flops(input, linear_weight, target, *rest, out_val=None, **_):
-    made = sum(grad is not None for grad in out_val[5:7])  # with save="grads"
-    return _gemm_flops(input, linear_weight, target, lists_of(rest[7:]), 1 + made)
+def _forward_flops(*args, out_val=None, **_):
+    call = calls.read(calls.ForwardCall, args)
+    outputs = calls.read(calls.ForwardOutputs, out_val)
+    made = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
+    return _gemm_flops(call.input, call, call.options, 1 + made)
 
 
 @register_flop_formula([inner.divergence, inner.graph_divergence], get_raw=True)
-def _divergence_flops(input, linear_weight, target, *rest, out_val=None, **_):
-    made = sum(grad is not None for grad in out_val[2:4])
-    (teacher, weight), lists = rest[5:7], lists_of(rest[10:])
-    entries = math.ceil(1 / lists[3][-1]) if value_of(lists[2], "gradient") else None
-    counts = (input, 1, None), (input, made, entries), (teacher, weight is not None, None)
-    return sum(_gemm_flops(x, linear_weight, target, lists, *count) for x, *count in counts)
+def _divergence_flops(*args, out_val=None, **_):
+    call = calls.read(calls.DivergenceCall, args)
+    outputs, options = calls.read(calls.DivergenceOutputs, out_val), call.options
+    made = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
+    entries = _entries(options) if options.choice("gradient") == "sampled" else None
+    flops = _gemm_flops(call.input, call, options, 1)
+    flops += _gemm_flops(call.input, call, options, made, entries)
+    return flops + _gemm_flops(call.teacher.input, call, options, call.teacher.weight is not None)
 
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)
-def _backward_flops(_, stats, classes, input, linear_weight, target, *rest, **named):
-    lists = _, _, integers, numbers, _ = lists_of(rest[9:])
-    save = CHOICES["save"][value_of(integers, "save")]
-    gemms = sum(value_of(integers, name) for name in GRADIENTS[:2]) + (save == "stats")
-    entries = math.ceil(1 / numbers[-1]) if save == "samples" else None
-    return _gemm_flops(input, linear_weight, target, lists, gemms, entries)
+def _backward_flops(*args, **_):
+    call = calls.read(calls.BackwardCall, args)
+    operands, options, save = call.forward, call.options, call.options.choice("save")
+    gemms = sum(options.value(name) for name in GRADIENTS[:2]) + (save == "stats")
+    entries = _entries(options) if save == "samples" else None
+    return _gemm_flops(operands.input, operands, options, gemms, entries)
 
 
 @register_flop_formula(inner.backward_into, get_raw=True)

@@ -131,8 +131,8 @@ def with_torch_options(linear_weight, options):
     return options
 
 
-def _through_operator(name, operands, options):
-    """The outputs of torch.ops.flce's operator; converts what its schema has no type for."""
+def _schema_options(operands, options):
+    """The options that torch.ops.flce's operators take, converted to the types of their schemas."""
     given = {option: value for option, value in options.items() if option in _IN_SCHEMA}
     for option in ("ignore_index", *table.NUMBERS):
         if isinstance(value := given.get(option), torch.Tensor):
@@ -152,6 +152,12 @@ def _through_operator(name, operands, options):
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if given.get("vocab_parallel") is not None:
         given["vocab_parallel"] = table.text_of(given["vocab_parallel"])
+    return given
+
+
+def _through_operator(name, operands, options):
+    """The outputs of torch.ops.flce's operator."""
+    given = _schema_options(operands, options)
     returns = {name: options.get(name, False) for name in table.RETURNS}
     if returns["return_entropy"] == "detached":
         returns["return_entropy"] = given["detach_entropy"] = True

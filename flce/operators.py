@@ -18,12 +18,6 @@ SCALAR_VALID, SCALARS = 0, 7
 COLLECTIVE_STATISTICS = 1  # in enum flce_collective_id of csrc/flce.h
 
 
-def lists_of(rest):
-    """The arguments of forward and backward after their tensors: valid_vocab, rows, integers,
-    numbers, group. torch omits `group` where it is None, its default."""
-    return (*rest, None)[:5]
-
-
 _EXCEPTIONS = {  # by flce_status_name; any other status is a RuntimeError with the whole text
     "invalid argument": ValueError,
     "invalid type": TypeError,

@@ -204,7 +204,8 @@ def parse_bytes(value, name="max_memory"):
 def share_of_memory(device):
     """1/8 of the device's memory, in bytes; text is a GPU that need not be there."""
     if isinstance(device, str):
-        memory = int(operators.run_plain(torch.ops.flce.find_gpu.default, device)[2])
+        _, _, memory, _, _ = operators.run_plain(torch.ops.flce.find_gpu.default, device)
+        memory = int(memory)
     elif device.type == "cuda" and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device.index).total_memory
     else:

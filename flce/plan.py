@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import operators, validate
+from . import calls, validate
 from . import options as table
 
 
@@ -120,22 +120,59 @@ def plan(
     >>> flce.plan(1024, 64, 1000, device="cpu", dtype=torch.bfloat16, max_memory="1MiB").chunks
     2
     """
-    given, has_teacher = locals(), (teacher_hidden, teacher_logits) != (None, None)
+    has_teacher = (teacher_hidden, teacher_logits) != (None, None)
     options = table.completed("plan", _OF_DIVERGENCE if has_teacher else _OPTIONS, options)
+    device, gpu, index = _device_of(device)
+    for name, value, least in (("tokens", tokens, 0), ("hidden", hidden, 1), ("vocab", vocab, 1)):
+        validate.check_integer(name, value, least)
+    validate.check_integer("ranks", ranks, 1, 1 << 20)
+    flags = {"bias": bias, "grad_input": grad_input, "grad_weight": grad_weight}
+    for name, value in {**flags, "sequence": sequence}.items():
+        validate.check_flag(name, value)
+    if reduce_dtype not in (None, torch.float32):
+        validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
+    dtypes = {"dtype": dtype, "input_dtype": input_dtype, "weight_dtype": weight_dtype}
+    codes = {n: table.code_of(n, dtype if one is None else one) for n, one in dtypes.items()}
+    _check_targets(valid_bound, probabilities)
+    teacher = _teacher_of(teacher_hidden, teacher_logits)
+    if "classes" in teacher:
+        options |= {"reduction": "none", "return_lse": True}
+    if ranks > 1:
+        shard = int(sequence), 0, int(reduce_dtype is not None)
+        options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *shard)))
+    added, attribute = -1, grad_weight and options["accumulate_into"]
+    if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
+        added = codes["weight_dtype"]
+        added = added if attribute == "grad" else min(added, table.DTYPES.index(torch.float32))
+    sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
+    sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
+    sizes |= {"on_cpu": not gpu and device.type == "cpu", "probabilities": bool(probabilities)}
+    sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
+    sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
+    packed, _ = table.split(options)
+    # The GEMMs' dtype is that of autocast whether or not it is on.
+    of_call = {"autocast": codes["dtype"], "accumulates": added >= 0, "grad_bias": bias}
+    of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
+    of_call["class_gradient"] = "classes" in teacher
+    integers = packed.integers_with(*packed.memory(gpu or device), **of_call)
+    options = calls.CallOptions(
+        packed.valid_vocab, None, table.replaced(integers, consumes_saved=True), packed.numbers
+    )
+    return _planned(calls.run_plan(gpu, index, options, sizes))
+
+
+def _device_of(device):
+    """(the torch.device, or what was given; a GPU that need not be there, as text, "" for a device
+    that is; the device's index)"""
     gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)
     kind, _, index = gpu.partition(":")
     index = int(index) if index.isdecimal() else 0
     if index < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(kind, 0):
-        device, gpu = torch.device(device), ""
-    for name, least in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
-        validate.check_integer(name, given[name], least)
-    validate.check_integer("ranks", ranks, 1, 1 << 20)
-    for name in ("bias", "grad_input", "grad_weight", "sequence"):
-        validate.check_flag(name, given[name])
-    if reduce_dtype not in (None, torch.float32):
-        validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
-    names = "dtype", "input_dtype", "weight_dtype"
-    own, x_code, w_code = [table.code_of(n, dtype if given[n] is None else given[n]) for n in names]
+        return torch.device(device), "", index
+    return device, gpu, index
+
+
+def _check_targets(valid_bound, probabilities):
     if valid_bound is not None:
         validate.check_integer("valid_bound", valid_bound, 0)
         if probabilities:
@@ -144,33 +181,13 @@ def plan(
     if not isinstance(probabilities, bool) and probabilities not in (None, *table.DTYPES):
         expected = "True, False or a floating-point dtype that targets may have"
         validate.refuse("probabilities", expected, repr(probabilities))
-    teacher = _teacher_of(teacher_hidden, teacher_logits)
-    if "classes" in teacher:
-        options |= {"reduction": "none", "return_lse": True}
-    if ranks > 1:
-        flags = int(sequence), 0, int(reduce_dtype is not None)
-        options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *flags)))
-    packed, _ = table.split(options)
-    added, attribute = -1, grad_weight and options["accumulate_into"]
-    if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
-        added = w_code if attribute == "grad" else min(w_code, table.DTYPES.index(torch.float32))
-    # The GEMMs' dtype is that of autocast whether or not it is on.
-    of_call = {"autocast": own, "accumulates": added >= 0, "grad_bias": bias}
-    of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
-    of_call["class_gradient"] = "classes" in teacher
-    integers = packed.integers_with(*packed.memory(gpu or device), **of_call)
-    integers = table.replaced(integers, consumes_saved=True)
-    sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
-    sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
-    sizes |= {"input_dtype": x_code, "weight_dtype": w_code, "added_dtype": added, **teacher}
-    sizes["bias_dtype"] = w_code if bias else -1
-    sizes |= {"on_cpu": kind == "cpu", "probabilities": bool(probabilities)}
-    sizes = {name: int(size) for name, size in sizes.items()}
-    lists = packed.valid_vocab, integers, packed.numbers
-    fields, *rest = operators.run_plain(operators.inner.plan.default, gpu, index, *lists, **sizes)
-    made = dict(zip(("sampled_time", "text"), rest, strict=True), **json.loads(fields))
-    made["collectives"] = {name: Collective(*one) for name, one in made["collectives"].items()}
-    return Plan(**made)
+
+
+def _planned(outputs):
+    """The Plan from a calls.PlanOutputs."""
+    fields = json.loads(outputs.fields)
+    fields["collectives"] = {n: Collective(*one) for n, one in fields["collectives"].items()}
+    return Plan(sampled_time=outputs.sampled_time, text=outputs.text, **fields)
 
 
 def _teacher_of(hidden, logits):

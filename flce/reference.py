@@ -9,6 +9,7 @@ Arguments have the shapes and dtypes of flce's functions of the same names.
 >>> torch.testing.assert_close(flce.linear_cross_entropy(*operands, z_loss=1e-4), expected)
 """
 
+import functools
 import math
 
 import torch
@@ -94,20 +95,10 @@ def cross_entropy(
     kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)  # finite also where it does not contribute
     logits = final_logits(kept, cut, **of_logits)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-    def reduced(rows, denominator):
-        if token_weight is not None:
-            rows = rows * token_weight.to(stat).masked_fill(cut, 0.0)
-        if reduction != "mean":
-            return rows if reduction == "none" else rows.sum()
-        if num_items is None:
-            return rows.sum() * torch.where(cut.all(), 0.0, 1.0 / denominator.to(stat))
-        items = torch.as_tensor(num_items, dtype=stat, device=rows.device)
-        of_none = torch.where(cut.all(), 0.0, math.nan)
-        return rows.sum() * torch.where(items == 0, of_none, 1.0 / items)
-
+    reduced = functools.partial(_reduced, reduction, cut, token_weight, num_items)
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
+    derivative = None
     if sampling is not None and torch.is_grad_enabled():
         derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, of_logits, *sampling)
         derivative = derivative.masked_fill(cut.unsqueeze(-1), 0.0)
@@ -124,26 +115,53 @@ def cross_entropy(
     accuracy = None
     if not target.is_floating_point():
         accuracy = ((predictions == target) & ~cut).sum().to(stat) / (~cut).sum().clamp(min=1)
+    entropy = _entropy(logits, kept, cut, derivative)
+    if topk:
+        classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
+    at, top, tail_lse = _of_classes(logits, classes, cut, ignore_index)
+    made = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
+    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
+    return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
+
+
+def _reduced(reduction, cut, token_weight, num_items, rows, denominator):
+    """The loss of the rows' (...): each is multiplied by token_weight; "mean" divides their sum by
+    num_items, or else by the denominator. cut: mask of ignored rows."""
+    if token_weight is not None:
+        rows = rows * token_weight.to(rows.dtype).masked_fill(cut, 0.0)
+    if reduction != "mean":
+        return rows if reduction == "none" else rows.sum()
+    if num_items is None:
+        return rows.sum() * torch.where(cut.all(), 0.0, 1.0 / denominator.to(rows.dtype))
+    items = torch.as_tensor(num_items, dtype=rows.dtype, device=rows.device)
+    of_none = torch.where(cut.all(), 0.0, math.nan)
+    return rows.sum() * torch.where(items == 0, of_none, 1.0 / items)
+
+
+def _entropy(logits, kept, cut, derivative):
+    """The entropy of each row, (...). derivative: the sampled one of lse for `kept`, or None."""
+    stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
     # A class of probability 0 adds nothing to an entropy.
     log_p = log_p.masked_fill(p == 0, 0.0)
     entropy = -(p * log_p).sum(dim=-1).to(stat).masked_fill(cut, 0.0)
-    if sampling is not None and torch.is_grad_enabled():
-        # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
-        of_lse = (log_p + entropy.unsqueeze(-1)).detach()
-        entropy = _with_derivative(entropy, kept, -derivative * of_lse)
-    if topk:
-        classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
-    at = top = tail_lse = None
-    if classes is not None:
-        absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
-        at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
-        at, top = at.masked_fill(absent, 0.0), classes.masked_fill(absent, -1)
-        tail_lse = _tail_lse(logits, top).to(stat).masked_fill(cut, 0.0)
-    made = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
-    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
-    return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
+    if derivative is None:
+        return entropy
+    # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
+    of_lse = (log_p + entropy.unsqueeze(-1)).detach()
+    return _with_derivative(entropy, kept, -derivative * of_lse)
+
+
+def _of_classes(logits, classes, cut, ignore_index):
+    """(logits, classes, logsumexp of the others) of `classes` (..., K); three None without."""
+    if classes is None:
+        return None, None, None
+    stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
+    at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
+    own = classes.masked_fill(absent, -1)
+    return at.masked_fill(absent, 0.0), own, _tail_lse(logits, own).to(stat).masked_fill(cut, 0.0)
 
 
 def _tail_lse(logits, classes):

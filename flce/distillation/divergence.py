@@ -75,34 +75,24 @@ def linear_divergence(
         refuse("teacher_input", expected, "another combination of the three", TypeError)
     if divergence not in table.DIVERGENCES:
         refuse("divergence", f"one of {table.DIVERGENCES}", repr(divergence))
+    how = divergence, beta
     if isinstance(teacher_logits, tuple):
         others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
-        if teacher_logit_scale != 1.0 or any(other is not None for other in others):
-            expected = (
-                "no target, hard_weight or option of the teacher with (ids, log-probabilities)"
-            )
-            refuse("teacher_logits", expected, "one of them")
-        if len(teacher_logits) != 2:
-            refuse("teacher_logits", "(ids, log-probabilities)", f"{len(teacher_logits)} of them")
+        others += (None if teacher_logit_scale == 1.0 else teacher_logit_scale,)
+        _check_known_classes(teacher_logits, others)
         known = [local_replica("teacher_logits", one) for one in teacher_logits]
-        how = divergence, beta, tail, functional.with_local_factors(options)
-        return sparse_divergence(input, linear_weight, *known, *how)
+        of_student = functional.with_local_factors(options)
+        return sparse_divergence(input, linear_weight, *known, *how, tail, of_student)
     if hard_weight and target is None:
         refuse("target", "classes with hard_weight", None)
     if target is None:
         check_tensor("input", input)
         target = input.new_zeros(input.shape[:-1], dtype=torch.int64)
         options["ignore_index"] = -100
-    temperature, of_rows = teacher_temperature, None
+    temperature = teacher_temperature
     if temperature is None:
         temperature = options.get("temperature", 1.0)
-    if isinstance(temperature, torch.Tensor) and temperature.dim() == 0 and temperature.is_cpu:
-        # As the student's: its value is known, and checked.
-        temperature = temperature if torch.compiler.is_compiling() else temperature.item()
-    if isinstance(temperature, torch.Tensor):
-        scalar = temperature.dim() == 0
-        of_rows = temperature.expand(target.shape) if scalar else temperature
-        temperature = 1.0
+    temperature, of_rows = _temperature_of(temperature, target)
     if teacher_softcap == 0.0:
         refuse("teacher_softcap", "a positive finite number or None", teacher_softcap)
     cap = 0.0 if teacher_softcap is None else check_number("teacher_softcap", teacher_softcap)
@@ -113,6 +103,26 @@ def linear_divergence(
     given = teacher_input if teacher_logits is None else teacher_logits
     operands = input, linear_weight, target, given, teacher_weight, teacher_bias, of_rows, numbers
     return functional.divergence_of(*operands, **options)
+
+
+def _check_known_classes(teacher_logits, others):
+    """Refuses a tuple `teacher_logits` of another length, and what it does not go with, unless that
+    is None."""
+    if any(other is not None for other in others):
+        expected = "no target, hard_weight or option of the teacher with (ids, log-probabilities)"
+        refuse("teacher_logits", expected, "one of them")
+    if len(teacher_logits) != 2:
+        refuse("teacher_logits", "(ids, log-probabilities)", f"{len(teacher_logits)} of them")
+
+
+def _temperature_of(temperature, target):
+    """(a number, the temperature of each row or None)"""
+    if isinstance(temperature, torch.Tensor) and temperature.dim() == 0 and temperature.is_cpu:
+        # As the student's: its value is known, and checked.
+        temperature = temperature if torch.compiler.is_compiling() else temperature.item()
+    if not isinstance(temperature, torch.Tensor):
+        return temperature, None
+    return 1.0, temperature.expand(target.shape) if temperature.dim() == 0 else temperature
 
 
 table.show_options(linear_divergence, functional.OF_DIVERGENCE)

@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from .. import composite, fakes, torch_private, validate
+from .. import calls, composite, fakes, torch_private, validate
 from ..options import (
     CHOICES,
     DIVERGENCES,
@@ -15,7 +15,6 @@ from ..options import (
     RETURNS,
     TEACHER_NUMBERS,
     defaults,
-    value_of,
 )
 from ..targets import process_group
 from . import collectives, inductor
@@ -125,12 +124,12 @@ class VocabParallel:
 # ---- before a call ----
 
 
-def _range_of(operands, integers, numbers):
+def _range_of(call):
     """(start, vocab, rows, first class, number of all classes, error) of this rank."""
-    own = [value_of(integers, name) for name in ("start", "vocab")]
-    own = *(None if value < 0 else value for value in own), len(operands[1])
+    own = [call.options.value(name) for name in ("start", "vocab")]
+    own = *(None if value < 0 else value for value in own), len(call.linear_weight)
     try:
-        found = fakes.described(*operands[:4], (None, None, integers, numbers, None))
+        found = fakes.described(call, call.options._replace(valid_vocab=None))
     except ValueError as error:
         return *own, 0, 0, str(error)
     return *own, found.first_class, found.classes, ""
@@ -163,9 +162,10 @@ def _described(name, value):
     return value if plain else type(value).__name__
 
 
-def _of_operator(op, arguments):
+def _of_operator(call):
     """The pairs of a name and what is compared of an operator's arguments."""
-    given = dict(zip((one.name for one in op._schema.arguments), arguments, strict=False))
+    names = (argument.name for argument in calls.operator_of(call)._schema.arguments)
+    given = dict(zip(names, calls.flat(call), strict=True))
     given["temperature"] = given.pop("token_temperature")
     lists = {"integers": (INTEGERS, {}), "numbers": (NUMBERS, {})}
     lists["teacher"] = TEACHER_NUMBERS, {"divergence": (None, *DIVERGENCES)}
@@ -183,27 +183,26 @@ def _of_operator(op, arguments):
             yield _NAMED.get(item, item), number
 
 
-def _rows_of(arguments):
+def _rows_of(call):
     """The rows that an operator computes: a count on CPUs, on GPUs `valid_bound` or None."""
-    *_, rows, integers, _, _ = arguments
-    if rows != composite.COUNTED:
-        return rows
-    ignored = validate.is_equal(arguments[2], value_of(integers, "ignore_index"))
+    if call.options.rows != composite.COUNTED:
+        return call.options.rows
+    ignored = validate.is_equal(call.target, call.options.value("ignore_index"))
     return int((~ignored).sum())
 
 
-def _common(call):
+def _common(sharded):
     """{name: values} of what the calls of all ranks have to have in common: every argument of the
     operator, every option that the caller has given, and every argument of the function that calls
     another one, but for those that may differ. A name may stand for a number and for a tensor."""
-    caller = {"call": call.op.name(), **(call.caller or {})}
-    common = {}
-    for name, value in (*caller.items(), *_of_operator(call.op, call.arguments)):
+    call, common = sharded.call, {}
+    caller = {"call": calls.operator_of(call).name(), **(sharded.caller or {})}
+    for name, value in (*caller.items(), *_of_operator(call)):
         common.setdefault(name, []).append(_described(name, value))
-    options = {**defaults(), **dict.fromkeys(RETURNS, False), **call.options}
+    options = {**defaults(), **dict.fromkeys(RETURNS, False), **sharded.options}
     for name, value in options.items():
         common.setdefault(name, [_described(name, value)])
-    common["rows that are not ignored"] = [_rows_of(call.arguments)]
+    common["rows that are not ignored"] = [_rows_of(call)]
     return {name: values for name, values in common.items() if name not in _NOT_COMPARED}
 
 
@@ -218,30 +217,29 @@ def _check_common(given):
                     validate.refuse(name, "the same on all ranks", got)
 
 
-def before_call(call):
+def before_call(sharded):
     """What the ranks compare before the operator of a composite.ShardedCall runs: their class
     ranges, in a group's first call; with FLCE_CHECK=1 in every call, and their options too. A
     traced call compares nothing."""
     if composite.is_traced():
         inductor.order_exchanges()
         return
-    *_, integers, numbers, name = call.arguments
-    ranks = value_of(integers, "ranks")
-    group = collectives.group_of(name, value_of(integers, "rank"), ranks)
+    call, options = sharded.call, sharded.call.options
+    ranks = options.value("ranks")
+    group = collectives.group_of(options.group, options.value("rank"), ranks)
     compares = validate.checks_values()
     if group in collectives.compared and not compares:
         return
     # Nor is an object exchanged while a CUDA graph is captured, or with what is fake.
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    weight = call.arguments[1]
+    weight = call.linear_weight
     if dist.get_backend(group) == "fake" or torch_private.detect_fake_mode([weight]) is not None:
         return
-    options = _common(call) if compares else {}
-    own, given = (_range_of(call.arguments, integers, numbers), options), [None] * ranks
+    own, given = (_range_of(call), _common(sharded) if compares else {}), [None] * ranks
     with torch.cuda.device_of(weight):  # NCCL exchanges objects through the current device
         dist.all_gather_object(given, own, group=group)
-    ranges, options = zip(*given, strict=True)
+    ranges, common = zip(*given, strict=True)
     _check_ranges(ranges)
-    _check_common(options)
+    _check_common(common)
     collectives.compared.add(group)

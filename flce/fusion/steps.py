@@ -169,23 +169,9 @@ def operands(record, dtype, cuts_weight):
     """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
     record's logits. dtype: of the logits that the sources make, to which several are cast.
     cuts_weight: whether class weights or probabilities belong to the selected classes alone."""
-    scale, outer, is_added = _scale_of(record.sources[0]), None, False
+    scale = _scale_of(record.sources[0])
     x, weight, own_bias, options = _product(record.sources, scale, dtype)
-    classes, bias = range(len(weight)), own_bias
-    # The steps make outer tanh(scale (z + bias)), or scale (z + bias) where outer is None.
-    for kind, value, _ in record.steps:
-        if kind == SCALE and outer is not None:
-            outer *= value
-        elif kind == SCALE:
-            scale *= value
-        elif kind == TANH:
-            outer = 1.0
-        elif kind == BIAS:
-            value = (value if value.dtype == torch.float64 else value.float()) / scale
-            bias, is_added = value if bias is None else bias + value, True
-        elif kind == CLASSES:
-            bias = None if bias is None else bias[slice(*value)]
-            classes = classes[slice(*value)]
+    scale, outer, is_added, classes, bias = _folded(record.steps, scale, own_bias, len(weight))
     if len(classes) < len(weight) and not (classes.start or is_added or cuts_weight):
         options["valid_vocab"], bias = classes.stop, own_bias
     elif len(classes) < len(weight):
@@ -198,6 +184,36 @@ def operands(record, dtype, cuts_weight):
     if outer is not None:
         options["softcap"], scale = outer, scale * outer
     return x, weight, bias, options | ({"logit_scale": scale} if scale != 1 else {})
+
+
+class _Folded(typing.NamedTuple):
+    """What steps make of z: outer tanh(scale (z + bias)), or scale (z + bias) where outer is None,
+    of a range of the classes. is_added: whether a step has added to the bias."""
+
+    scale: float
+    outer: float | None
+    is_added: bool
+    classes: range
+    bias: torch.Tensor | None
+
+
+def _folded(steps_of_logits, scale, bias, vocab):
+    """The _Folded of steps after a product with this bias and factor."""
+    outer, is_added, classes = None, False, range(vocab)
+    for kind, value, _ in steps_of_logits:
+        if kind == SCALE and outer is not None:
+            outer *= value
+        elif kind == SCALE:
+            scale *= value
+        elif kind == TANH:
+            outer = 1.0
+        elif kind == BIAS:
+            value = (value if value.dtype == torch.float64 else value.float()) / scale
+            bias, is_added = value if bias is None else bias + value, True
+        elif kind == CLASSES:
+            bias = None if bias is None else bias[slice(*value)]
+            classes = classes[slice(*value)]
+    return _Folded(scale, outer, is_added, classes, bias)
 
 
 def _scale_of(source):

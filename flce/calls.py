@@ -1,0 +1,327 @@
+"""The calls of the inner operators as records: their arguments and outputs by name.
+
+In this file alone they are flat tuples, in the order of the operators' schemas
+(tests/test_calls.py compares the two).
+"""
+
+import typing
+
+import torch
+
+from . import operators
+from .operators import inner
+from .options import CHOICES, replaced, value_of
+
+Optional = torch.Tensor | None
+
+
+class CallOptions(typing.NamedTuple):
+    """What the operators take after their tensors.
+
+    valid_vocab: the number of classes that take part; None: all. rows: how many rows are computed;
+    None: all; composite.COUNTED: those that are not ignored. integers, numbers: the values of
+    options.INTEGERS, and after them the layout, and of options.NUMBERS. group: the name of the
+    process group whose ranks divide the vocabulary.
+    """
+
+    valid_vocab: int | None
+    rows: int | None
+    integers: tuple
+    numbers: tuple
+    group: str | None = None  # torch omits a last argument that has its default
+
+    def value(self, name):
+        """The integer of that name."""
+        return value_of(self.integers, name)
+
+    def choice(self, name):
+        """The option of that name, which is one of options.CHOICES, as text."""
+        return CHOICES[name][self.value(name)]
+
+    def replaced(self, **values):
+        """With other integers by name; a choice may be given as text."""
+        codes = {
+            name: CHOICES[name].index(value) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+        integers = replaced(self.integers, **codes)
+        return CallOptions(self.valid_vocab, self.rows, integers, self.numbers, self.group)
+
+
+class Teacher(typing.NamedTuple):
+    """The teacher of a divergence. input: its hidden states, (..., H'), or without a weight its
+    logits, (..., V); temperature: of each row; numbers: options.TEACHER_NUMBERS."""
+
+    input: torch.Tensor
+    weight: Optional
+    bias: Optional
+    temperature: Optional
+    numbers: tuple
+
+
+class ForwardTensors(typing.NamedTuple):
+    """What the backward needs of a forward call: its tensors, and of its outputs class_logits,
+    stats, scalars and what the strategy saved. classes: those of class_logits."""
+
+    input: Optional = None
+    linear_weight: Optional = None
+    target: Optional = None
+    linear_bias: Optional = None
+    weight: Optional = None
+    token_weight: Optional = None
+    token_temperature: Optional = None
+    classes: Optional = None
+    class_logits: Optional = None
+    stats: Optional = None
+    scalars: Optional = None
+    saved: Optional = None
+
+
+class ForwardCall(typing.NamedTuple):
+    """flce::forward. seed: of a sampled gradient; classes: (..., K), whose logits are outputs."""
+
+    input: torch.Tensor
+    linear_weight: torch.Tensor
+    target: torch.Tensor
+    linear_bias: Optional
+    weight: Optional
+    token_weight: Optional
+    token_temperature: Optional
+    num_items: Optional
+    seed: Optional
+    classes: Optional
+    options: CallOptions
+
+    def kept_for_backward(self, outputs):
+        """The ForwardTensors of this call and its ForwardOutputs."""
+        of_top = self.options.value("topk") > 0
+        return ForwardTensors(
+            self.input,
+            self.linear_weight,
+            self.target,
+            self.linear_bias,
+            self.weight,
+            self.token_weight,
+            self.token_temperature,
+            outputs.top_classes if of_top else self.classes,
+            outputs.class_logits,
+            outputs.stats,
+            outputs.scalars,
+            outputs.saved,
+        )
+
+
+class ForwardOutputs(typing.NamedTuple):
+    """stats: (operators.STATS, rows), its rows by operators.STAT_...; scalars: by SCALAR_...;
+    saved: exp(logits) or the samples, for the backward; grad_...: with save="grads"; class_logits:
+    of `classes`, or of the top_classes, the candidates for the topk largest logits."""
+
+    loss: torch.Tensor
+    stats: Optional = None
+    scalars: Optional = None
+    predictions: Optional = None
+    saved: Optional = None
+    grad_input: Optional = None
+    grad_weight: Optional = None
+    grad_bias: Optional = None
+    class_logits: Optional = None
+    top_classes: Optional = None
+
+    def with_graph(self, names, values):
+        """With `values` that autograd has recorded in place of the outputs `names`."""
+        return ForwardOutputs(**{**self._asdict(), **dict(zip(names, values, strict=True))})
+
+
+class Gradients(typing.NamedTuple):
+    """Of input, linear_weight and linear_bias; None for those that are not wanted."""
+
+    grad_input: Optional
+    grad_weight: Optional
+    grad_bias: Optional
+
+
+class DivergenceCall(typing.NamedTuple):
+    """flce::divergence."""
+
+    input: torch.Tensor
+    linear_weight: torch.Tensor
+    target: torch.Tensor
+    linear_bias: Optional
+    token_weight: Optional
+    token_temperature: Optional
+    num_items: Optional
+    seed: Optional
+    teacher: Teacher
+    options: CallOptions
+
+
+class DivergenceOutputs(typing.NamedTuple):
+    """As ForwardOutputs, of which it has these."""
+
+    loss: torch.Tensor
+    scalars: Optional
+    grad_input: Optional
+    grad_weight: Optional
+    grad_bias: Optional
+
+    @staticmethod
+    def of(outputs):
+        return DivergenceOutputs(*(getattr(outputs, name) for name in DivergenceOutputs._fields))
+
+    def of_forward(self):
+        return ForwardOutputs(**self._asdict())
+
+
+class BackwardCall(typing.NamedTuple):
+    """flce::backward. grad_output, grad_stats, grad_classes: the gradients of loss, stats and
+    class_logits; forward: of the forward call."""
+
+    grad_output: torch.Tensor
+    grad_stats: Optional
+    grad_classes: Optional
+    forward: ForwardTensors
+    options: CallOptions
+
+
+class LogitsTensors(typing.NamedTuple):
+    """What the backward needs of a LogitsCall and its outputs."""
+
+    logits: torch.Tensor
+    target: torch.Tensor
+    weight: Optional
+    token_weight: Optional
+    token_temperature: Optional
+    stats: torch.Tensor
+    scalars: torch.Tensor
+
+
+class LogitsCall(typing.NamedTuple):
+    """flce::cross_entropy_forward, of logits that exist."""
+
+    logits: torch.Tensor
+    target: torch.Tensor
+    weight: Optional
+    token_weight: Optional
+    token_temperature: Optional
+    num_items: Optional
+    integers: tuple
+    numbers: tuple
+
+
+class LogitsOutputs(typing.NamedTuple):
+    """As ForwardOutputs."""
+
+    loss: torch.Tensor
+    stats: torch.Tensor
+    scalars: torch.Tensor
+    predictions: Optional = None
+
+    def of_forward(self):
+        return ForwardOutputs(**self._asdict())
+
+
+class LogitsBackwardCall(typing.NamedTuple):
+    """flce::cross_entropy_backward."""
+
+    grad_output: torch.Tensor
+    grad_stats: Optional
+    forward: LogitsTensors
+    integers: tuple
+    numbers: tuple
+
+
+class PlanOutputs(typing.NamedTuple):
+    """flce::plan. fields: of plan.Plan, in JSON."""
+
+    fields: str
+    sampled_time: float
+    text: str
+
+
+class Saved(typing.NamedTuple):
+    """What the autograd Function of a loss saves. loss_scale: scalars, where float16's gradients
+    are times a factor that the backward divides out; grad_...: with save="grads"; forward: what
+    computes gradients in the backward."""
+
+    loss_scale: Optional
+    grad_input: Optional
+    grad_weight: Optional
+    grad_bias: Optional
+    forward: ForwardTensors
+
+
+# ---- flat ----
+
+NESTED = (CallOptions, Teacher, ForwardTensors, LogitsTensors)
+OPERATORS = {
+    ForwardCall: (inner.forward.default, ForwardOutputs),
+    DivergenceCall: (inner.divergence.default, DivergenceOutputs),
+    BackwardCall: (inner.backward.default, Gradients),
+    LogitsCall: (inner.cross_entropy_forward.default, LogitsOutputs),
+}
+
+
+def operator_of(call):
+    op, _ = OPERATORS[type(call)]
+    return op
+
+
+def flat(record):
+    """The values of a record, those of records in it in their place."""
+    values = []
+    for value in record:
+        if isinstance(value, NESTED):
+            values += flat(value)
+        else:
+            values.append(value)
+    return values
+
+
+def read(kind, values):
+    """The record of this class whose `flat` is `values`, but for defaults at its end."""
+    return _read(kind, iter(values))
+
+
+def _read(kind, values):
+    fields = []
+    for name, annotation in kind.__annotations__.items():
+        if annotation in NESTED:
+            fields.append(_read(annotation, values))
+        else:
+            fields.append(next(values, kind._field_defaults.get(name)))
+    return kind(*fields)
+
+
+def run(call):
+    """Runs the operator of a record's class; its outputs as a record."""
+    op, outputs = OPERATORS[type(call)]
+    return outputs(*operators.run(op, *flat(call)))
+
+
+def run_backward_into(grad_weight, call):
+    """Runs a BackwardCall that adds to the weight's gradient."""
+    grad_input, grad_bias = operators.run(inner.backward_into.default, grad_weight, *flat(call))
+    return Gradients(grad_input, None, grad_bias)
+
+
+def run_logits_backward(call):
+    """The gradient of the logits, by a LogitsBackwardCall."""
+    return operators.run(inner.cross_entropy_backward.default, *flat(call))
+
+
+def run_plan(gpu, index, options, sizes):
+    """The PlanOutputs. gpu: of one that need not be there, else "", and the device's index; sizes:
+    by their names in the schema of flce::plan."""
+    of_call = options.valid_vocab, options.integers, options.numbers
+    sizes = {name: int(size) for name, size in sizes.items()}
+    return PlanOutputs(*operators.run_plain(inner.plan.default, gpu, index, *of_call, **sizes))
+
+
+def save(ctx, record):
+    """Saves a record's tensors for the backward of an autograd Function."""
+    ctx.save_for_backward(*flat(record))
+
+
+def saved(ctx, kind):
+    """What `save` saved of a record of this class."""
+    return read(kind, ctx.saved_tensors)
