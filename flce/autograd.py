@@ -32,7 +32,7 @@ def _differentiable(op, apply, *args):
     return made
 
 
-def _refuse_double_backward():
+def refuse_double_backward():
     raise RuntimeError(
         "flce: double backward (create_graph=True) is not supported; use "
         "torch.nn.functional.linear and cross_entropy where you differentiate a gradient"
@@ -48,7 +48,7 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        _refuse_double_backward()
+        refuse_double_backward()
 
 
 def _once_differentiable(make):
@@ -62,7 +62,7 @@ def _once_differentiable(make):
 
     def backward(ctx, grad_output, grad_stats=None, grad_classes=None, *_):
         if torch.is_grad_enabled():
-            _refuse_double_backward()
+            refuse_double_backward()
         needs = ctx.needs_input_grad
         others = [grad for grad in (grad_stats, grad_classes) if grad is not None]
         if grad_output is None and not others:

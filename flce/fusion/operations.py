@@ -89,8 +89,8 @@ def _add(function, node, args, kwargs):
     require(isinstance(vector, torch.Tensor) and vector.is_floating_point())
     require(vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1])
     require(vector.dim() <= len(record.shape) and steps.TANH not in steps.kinds(record.steps))
-    is_trained = vector.requires_grad and torch.is_grad_enabled()
-    require(node.call.requires_grad or not is_trained)
+    # Of a trained vector the loss would need another edge; torch.compile records it by itself.
+    require(is_compiling() or not (vector.requires_grad and torch.is_grad_enabled()))
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
     return node.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
