@@ -143,6 +143,8 @@ class DeferredLogits(torch.Tensor):
             pass
         for one in _deferred_in((args, kwargs)):
             one._flce.make_for(function)
+        if function == torch.Tensor.data.__set__:
+            _refuse_replacement("data")
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_with_memory(function), (args, kwargs))
         return _by_torch(function, args, kwargs)
@@ -341,6 +343,8 @@ def _value(value):
 
 def _written(function, args, kwargs):
     """An operator that writes to deferred values: into the real ones, which all views share."""
+    if torch.Tag.inplace_view in function.tags:
+        _refuse_replacement(function)
     mutable = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
     given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
     written = {}
@@ -349,6 +353,14 @@ def _written(function, args, kwargs):
         written[id(one._flce.values())] = one
     made = function(*mapped(_value, args), **mapped(_value, kwargs))
     return mapped(lambda value: written.get(id(value), value), made)
+
+
+def _refuse_replacement(what):
+    raise RuntimeError(
+        f"flce.fuse: {what}: expected the logits to keep their shape and memory, got an operation "
+        "that replaces them in place: use one that returns a new Tensor (logits = "
+        "logits.transpose(0, 1))"
+    )
 
 
 def _viewed(function, args, kwargs):

@@ -106,8 +106,10 @@ def _unsupported_call(linear, x):
         return replaced
     if type(x) not in (torch.Tensor, nn.Parameter):
         return f"the head's input is a {type(x).__name__}"
-    if function_transforms_are_on():
-        return "a transform of torch.func is active"
+    if function_transforms_are_on() or torch_private.forward_ad_is_on():
+        return "a transform of torch.func, or forward-mode AD, is active"
+    if torch_private.jit_traces():
+        return "torch.jit.trace is active"
     if reentry.is_freed_after_forward(linear):
         return (
             "FullyShardedDataParallel frees the head's weight after its forward (use fully_shard)"
