@@ -104,7 +104,7 @@ class GradientOfLogits(torch.Tensor):
             return _sum(function, *args)
         if function in _COPIES:
             return GradientOfLogits(*args, args[0].sum_of)
-        if _is_in_step():
+        if _is_in_step() and function not in _JOINS:
             return _through(function, args, kwargs)
         result = function(*mapped(_real, args), **mapped(_real, kwargs))
         written = {id(one.sum_of.more): one for one in _gradients_in((args, kwargs))}
@@ -191,53 +191,79 @@ def _is_in_step():
     return node is not None and _STEP in node.metadata
 
 
-def _through(function, args, kwargs):
-    """The gradients of a step's operands, where the operator `function` of its backward makes them:
-    each term passes it on its own."""
-    found = _gradients_in((args, kwargs))
-    device = found[0].sum_of.device
-    nodes, named = mapped(lambda one: getattr(one, "_flce", one), (args, kwargs))
-    meta = _meta_of(function, nodes, named)
-    if function in _FACTORIES:
-        return GradientOfLogits(meta, Sum(device))
+class _Linear(typing.NamedTuple):
+    """An operator of a step's backward, linear in the gradients without values among its arguments.
+    nodes: the arguments, with nodes in place of deferred Tensors."""
 
-    def with_only(gradient, values):
-        """The result for one of the gradients, by the Tensor or None `values`, and zeros."""
+    function: object
+    nodes: tuple
+    named: dict
+
+    def of(self, gradient, value):
+        """The result for the value of one of the gradients, and zeros for others."""
 
         def real(one):
-            if one is gradient and values is not None:
-                return values
+            if one is gradient:
+                return value
             if isinstance(one, Node):
                 return one.unwritten()
             return one.zeros() if _is_gradient(one) else one
 
         with torch.no_grad():
-            return function(*mapped(real, nodes), **mapped(real, named))
+            return self.function(*mapped(real, self.nodes), **mapped(real, self.named))
 
+    def of_term(self, gradient, term):
+        return self.of(gradient, term.real())
+
+
+def _through(function, args, kwargs):
+    """The gradients of a step's operands, where the operator `function` of its backward makes them:
+    each term passes it on its own."""
+    found = _gradients_in((args, kwargs))
+    device = found[0].sum_of.device
+    nodes, named = mapped(_node_or_value, (args, kwargs))
+    like = _Like.of(function, args) or _meta_of(function, nodes, named)
+    if function in _FACTORIES:
+        return GradientOfLogits(like, Sum(device))
+    linear = _Linear(function, nodes, named)
     terms = [
-        Term(term.part, lambda g=gradient, t=term: with_only(g, t.real()))
+        Term(term.part, functools.partial(linear.of_term, gradient, term))
         for gradient in found
         for term in gradient.sum_of.terms
     ]
-    joins_real = function in _JOINS and len(found) < len(args[0])
-    more = None
-    if joins_real or any(gradient.sum_of.more is not None for gradient in found):
-
-        def rest(one):
-            if isinstance(one, Node):
-                return one.unwritten()
-            if not _is_gradient(one):
-                return one
-            return one.zeros() if one.sum_of.more is None else one.sum_of.more
-
-        with torch.no_grad():
-            more = function(*mapped(rest, nodes), **mapped(rest, named))
-    return GradientOfLogits(meta, Sum(device, terms, more))
+    more = [linear.of(one, one.sum_of.more) for one in found if one.sum_of.more is not None]
+    return GradientOfLogits(like, Sum(device, terms, sum(more[1:], more[0]) if more else None))
 
 
-# Operators that join a list of gradients, of which some may be real.
-_JOINS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
-_FACTORIES = {torch.ops.aten.new_zeros.default, torch.ops.aten.zeros_like.default}
+def _node_or_value(value):
+    return getattr(value, "_flce", value) if isinstance(value, torch.Tensor) else value
+
+
+_aten = torch.ops.aten
+# Operators that join a list of gradients, of which some may be real: not linear in one of them.
+_JOINS = {_aten.cat.default, _aten.stack.default}
+_FACTORIES = {_aten.new_zeros.default, _aten.zeros_like.default}
+# Operators that give the shape and dtype of their first argument, and those whose second one is
+# their shape: they need not be asked on the meta device.
+_OF_FIRST = {_aten.div.Tensor, _aten.div.Scalar, _aten.mul.Tensor, _aten.mul.Scalar}
+_OF_FIRST |= {_aten.neg.default, _aten.clone.default, _aten.tanh_backward.default}
+_OF_SHAPE = {_aten.view.default, _aten._unsafe_view.default, _aten.slice_backward.default}
+_OF_SHAPE |= {_aten.select_backward.default}
+
+
+class _Like(typing.NamedTuple):
+    shape: tuple
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(function, args):
+        """Shape and dtype of an operator's result, if they are known without the operator."""
+        first = args[0]
+        if function in _OF_SHAPE:
+            return _Like(args[1], first.dtype) if -1 not in args[1] else None
+        others = [one for one in args[1:] if isinstance(one, torch.Tensor)]
+        is_alike = all((one.shape, one.dtype) == (first.shape, first.dtype) for one in others)
+        return _Like(first.shape, first.dtype) if function in _OF_FIRST and is_alike else None
 
 
 def _meta_of(function, args, kwargs):
