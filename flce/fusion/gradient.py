@@ -35,11 +35,12 @@ class Part:
 
 
 def paths_from(node, counts=None):
-    """{node of a HeadProduct: on how many paths autograd's `node` leads to it}"""
+    """{node of a HeadProduct: on how many paths autograd's `node` leads to it}, through steps and
+    custom Functions."""
     counts = collections.Counter() if counts is None else counts
     if isinstance(node, HeadProduct._backward_cls):
         counts[node] += 1
-    elif node is not None:
+    elif isinstance(node, torch.autograd.function.BackwardCFunction) or _is_step(node):
         for one, _ in node.next_functions:
             paths_from(one, counts)
     return counts
@@ -187,7 +188,10 @@ def mark_steps(value, operands):
 
 def _is_in_step():
     """Whether the backward of a step runs: what that does to a gradient is linear."""
-    node = None if _state.is_of_python else torch_private.running_node()
+    return not _state.is_of_python and _is_step(torch_private.running_node())
+
+
+def _is_step(node):
     return node is not None and _STEP in node.metadata
 
 
