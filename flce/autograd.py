@@ -35,7 +35,7 @@ def _differentiable(op, apply, call, *args):
     return apply(calls.read(outputs, made), calls.read(call, args))
 
 
-def _refuse_double_backward():
+def refuse_double_backward():
     raise RuntimeError(
         "flce: double backward (create_graph=True) is not supported; use "
         "torch.nn.functional.linear and cross_entropy where you differentiate a gradient"
@@ -51,7 +51,7 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        _refuse_double_backward()
+        refuse_double_backward()
 
 
 def _once_differentiable(make):
@@ -65,7 +65,7 @@ def _once_differentiable(make):
 
     def backward(ctx, grad_output, grad_stats=None, grad_classes=None, *_):
         if torch.is_grad_enabled():
-            _refuse_double_backward()
+            refuse_double_backward()
         needs = ctx.needs_input_grad
         others = [grad for grad in (grad_stats, grad_classes) if grad is not None]
         if grad_output is None and not others:

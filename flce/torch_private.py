@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext  # that of torch.set_default_device
 from torch.utils._mode_utils import no_dispatch  # noqa: F401  without dispatch modes and subclasses
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # noqa: F401
-from torch.utils._pytree import tree_map  # noqa: F401
 
 # ---- dispatch ----
 
@@ -144,9 +143,21 @@ def backward_now():
     return torch._C._current_graph_task_id()
 
 
+def running_node():
+    """The node of autograd whose backward, or hooks, run in this thread; None without."""
+    return torch._C._current_autograd_node()
+
+
 def in_backward():
     """Whether this thread runs a backward."""
     return backward_now() != -1
+
+
+def is_in_dispatch():
+    """Whether a __torch_dispatch__ runs in this thread, and so what it calls is below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    is_below = excluded.has(torch._C.DispatchKey.AutogradFunctionality)
+    return is_below and not torch.is_inference_mode_enabled()  # which excludes it too
 
 
 def autograd_in_dispatch():

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
+from flce.fusion.deferred import DeferredLogits
+from flce.fusion.gradient import GradientOfLogits
 
 # ---- plain torch ----
 
@@ -152,7 +154,8 @@ class LogitsMade(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for value in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(value, torch.Tensor) and self.is_logits(value):
+            has_memory = not isinstance(value, DeferredLogits | GradientOfLogits)
+            if isinstance(value, torch.Tensor) and has_memory and self.is_logits(value):
                 self.found.append((str(function), tuple(value.shape)))
         return made
 

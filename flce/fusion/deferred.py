@@ -15,10 +15,10 @@ from torch.compiler import is_compiling
 
 from .. import torch_private
 from . import steps
-from .gradient import HeadProduct, Routed, anchors_of
-from .node import Node, name_of, node_of
+from .gradient import HeadProduct, Origin, Routed, mark_steps, paths_from
+from .node import Node, mapped, name_of, node_of
 from .operations import HANDLERS
-from .reentry import KNOWN_HOOKS
+from .reentry import is_gathered
 from .steps import Unknown, require
 
 
@@ -34,15 +34,14 @@ class LazyNode(Node):
     """One value, with the operation that makes it. layout_of: (shape, strides, offset, dtype), and
     meta, if known, a meta tensor of that. operation: (function, its arguments with nodes in place
     of deferred Tensors, which of its results); None for a head's product. parent: the node that a
-    view shares its memory with. has_gradient: whether the Tensor requires grad. anchors: the
-    Tensors that a loss of it sends its gradient to; empty: its own. signalled: Tensors on the way
-    from those, whose hooks have to run first; is_signalled: its own. sent: of gradient.Routed."""
+    view shares its memory with. has_gradient: whether the Tensor requires grad. calls: of the
+    heads that the value comes from."""
 
     def __init__(self, call, record, layout, operation=None, parent=None):
         super().__init__(call, record, parent)
-        self.layout_of, self.operation, self.anchors, self.sent = layout, operation, (), None
-        self.meta, self.signalled, self.is_signalled = None, (), False
-        self.has_gradient, self.memory = False, Memory() if parent is None else parent.memory
+        self.layout_of, self.operation, self.meta = layout, operation, None
+        self.calls, self.has_gradient = (call,), False
+        self.memory = Memory() if parent is None else parent.memory
 
     def layout(self):
         """A meta tensor with the layout of the real value."""
@@ -60,7 +59,7 @@ class LazyNode(Node):
         return self.has_gradient and torch.is_grad_enabled()
 
     def then(self, record, view=None):
-        return _Step((self,), record, self.call)
+        return _Step((self,), record, self.call, view)
 
     def summed(self, other, call, record):
         return _Step((self, other), record, call)
@@ -91,14 +90,6 @@ class LazyNode(Node):
     def again(self):
         return self.unwritten()
 
-    def computed_from(self, node, value):
-        """The real values, computed from other values of a node that it was computed from."""
-        if self is node:
-            return value
-        if self.operation is None:
-            return self.unwritten()
-        return self._run(lambda one: one.computed_from(node, value))
-
     def _run(self, value_of):
         function, args, kwargs, pick = self.operation
         args, kwargs = mapped(lambda n: value_of(n) if isinstance(n, Node) else n, (args, kwargs))
@@ -106,27 +97,18 @@ class LazyNode(Node):
         return made if pick is None else made[pick]
 
 
-def mapped(change, tree):
-    """The tree of tuples, lists and dicts with change(leaf) for each leaf. A tree of arguments is
-    flat in nearly all calls, where torch.utils._pytree takes several times as long."""
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return kind([mapped(change, one) for one in tree])
-    if kind is dict:
-        return {name: mapped(change, one) for name, one in tree.items()}
-    return change(tree)
-
-
 class _Step(typing.NamedTuple):
-    """What a handler returns for a value that stays deferred. origins: the nodes it comes from."""
+    """What a handler returns for a value that stays deferred. origins: the nodes it comes from;
+    view: of one of several results, as a view of the only argument."""
 
     origins: tuple
     record: steps.Record
     call: object
+    view: object = None
 
 
 class _State(threading.local):
-    """expected: the _Steps that torch's function makes now, of values that are not made."""
+    """expected: the _Step that torch's function makes now, of values that are not made."""
 
     expected = None
 
@@ -153,16 +135,16 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_compiling() or function in _OF_METADATA:
+        if is_compiling() or function in _OF_METADATA or torch_private.is_in_dispatch():
             return _by_torch(function, args, kwargs)
-        if function in _HOOKS:
-            return _hooked(function, args, kwargs)
         try:
             return _recognised(function, args, kwargs)
         except Unknown:
             pass
         for one in _deferred_in((args, kwargs)):
             one._flce.make_for(function)
+        if function == torch.Tensor.data.__set__:
+            _refuse_replacement("data")
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_with_memory(function), (args, kwargs))
         return _by_torch(function, args, kwargs)
@@ -191,7 +173,7 @@ for _method in (DeferredLogits.__torch_function__, DeferredLogits.__torch_dispat
 def deferred_product(call, linear, x):
     """The proxy of the product of an nn.Linear."""
     operands = x, linear.weight, linear.bias
-    call.leaves = _leaves(*operands)
+    call.leaves = _leaves(*operands, call.accumulates or is_gathered(linear))
     shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
     source = steps.Source(linear, call.leaves[0], (), call.leaves[1:])
     record = steps.Record((source,), (), shape, dtype, steps.Rows())
@@ -201,9 +183,11 @@ def deferred_product(call, linear, x):
         return HeadProduct.apply(DeferredLogits, node, *operands)
 
 
-def _leaves(x, weight, bias):
-    """What flce's graphs end in. Parameters stay themselves, as ZeRO-3 swaps their memory."""
-    made = [x.detach(), weight if weight.is_leaf else weight.detach()]
+def _leaves(x, weight, bias, keeps_weight):
+    """What flce's graphs end in: views without a graph, whose hooks do not run there. keeps_weight:
+    a Parameter stays itself, as accumulate_into adds to its .grad and ZeRO-3 swaps its memory."""
+    keeps_weight = keeps_weight and weight.is_leaf
+    made = [x.detach(), weight if keeps_weight else weight.detach()]
     made.append(None if bias is None else bias.detach())
     for leaf, operand in zip(made, (x, weight, bias), strict=True):
         if leaf is not None and leaf is not operand and operand.requires_grad:
@@ -255,49 +239,44 @@ def with_graph(function, args, kwargs, handle):
         require(not one._flce.memory.is_touched)
         with torch_private.without_torch_function():
             one._flce.has_gradient = one.requires_grad
-    sent_to = anchors_of(found, function in _SUMS) if torch.is_grad_enabled() else None
     result = handle()
     if type(result) is _Step:
-        return _steps_by_torch(function, args, kwargs, [result])[0]
+        return _step_by_torch(function, args, kwargs, result)
     if isinstance(result, tuple):
-        values = tuple(_steps_by_torch(function, args, kwargs, result))
+        # Each on its own: the backward of torch's function makes zeros for those without a loss.
+        values = tuple(_step_by_torch(one.view, args[:1], {}, one) for one in result)
         return iter(values) if function is torch.Tensor.__iter__ else values
     if _is_deferred(result) or not result.requires_grad:
         return result
-    if sent_to is None:
+    if not torch.is_grad_enabled() or not any(one._flce.has_gradient for one in found):
         return result.detach()
-    deferred, anchors = sent_to
-    origin, signalled = (function, args, kwargs, deferred), _signalled(deferred)
-    return Routed.apply([result], origin, len(anchors), *anchors, *signalled)
+    (deferred,) = [one for one in found if one._flce.has_gradient]
+    origin = Origin(function, args, kwargs, deferred._flce)
+    paths = None
+    if deferred._flce.record.form() in (steps.P_LOG_P, steps.P_Z, steps.KL):
+        with torch_private.without_torch_function():
+            paths = paths_from(deferred.grad_fn)
+    return Routed.apply([result], origin, paths, deferred)
 
 
-def _signalled(proxy):
-    node = proxy._flce
-    return (*node.signalled, proxy) if node.is_signalled else node.signalled
-
-
-def _steps_by_torch(function, args, kwargs, expected):
+def _step_by_torch(function, args, kwargs, expected):
     """The function itself, of values that are not made: autograd records it."""
     before, _state.expected = _state.expected, expected
     try:
         with torch_private.without_dispatch_modes():
-            made = _by_torch(function, args, kwargs)
+            value = _by_torch(function, args, kwargs)
     finally:
         _state.expected = before
-    made = [made] if isinstance(made, torch.Tensor) else [*made]
-    proxies = {one._flce: one for one in (*args, *kwargs.values()) if _is_deferred(one)}
+    operands = {one._flce: one for one in (*args, *kwargs.values()) if _is_deferred(one)}
+    node = value._flce
+    if node in operands:  # the argument itself, as of flatten(0, -2) of a matrix
+        return value
+    node.record, node.call = expected.record, expected.call
+    node.calls = tuple(dict.fromkeys(call for one in expected.origins for call in one.calls))
     with torch_private.without_torch_function():
-        for value, (origins, record, call) in zip(made, expected, strict=True):
-            node = value._flce
-            if node in proxies:  # the argument itself, as of flatten(0, -2) of a matrix
-                continue
-            node.record, node.call = record, call
-            if value.grad_fn is not None:  # a view without a gradient requires one, too
-                found = [one for one in origins if one.has_gradient]
-                for one in found:
-                    node.anchors += one.anchors or (proxies[one],)
-                    node.signalled += _signalled(proxies[one])
-    return made
+        if value.grad_fn is not None:
+            mark_steps(value, operands.values())
+    return value
 
 
 def _methods(names):
@@ -311,25 +290,11 @@ element_size __len__ is_inference is_conj is_neg shape dtype layout ndim itemsiz
 name is_sparse is_quantized is_nested is_mkldnn is_sparse_csr retains_grad output_nr _base _version
 grad _grad _backward_hooks requires_grad requires_grad_ grad_fn stride is_contiguous storage_offset
 device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device new_zeros new_ones new_full
-new_empty new_tensor __hash__ _is_view""")
+new_empty new_tensor __hash__ _is_view register_hook retain_grad""")
 _OF_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_METADATA |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__}
-
-
-_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-
-
-def _hooked(function, args, kwargs):
-    """What asks for the gradient gets it. Hooks of FSDP2 and DeepSpeed make weights whole before
-    the backward of what comes before the Tensor: they need no gradient."""
-    node = args[0]._flce
-    hook = kwargs.get("hook", args[1] if len(args) > 1 else None)
-    hook = getattr(hook, "__func__", hook)
-    if (getattr(hook, "__module__", None) or "").startswith(KNOWN_HOOKS):
-        node.is_signalled = bool(node.anchors)
-    else:
-        node.anchors, node.signalled = (), ()
-    return _by_torch(function, args, kwargs)
+# A TorchDispatchMode calls it for a Tensor that autograd has saved, not below autograd.
+_OF_METADATA |= {torch.ops.aten.detach.default}
 
 
 def _with_memory(function):
@@ -378,6 +343,8 @@ def _value(value):
 
 def _written(function, args, kwargs):
     """An operator that writes to deferred values: into the real ones, which all views share."""
+    if torch.Tag.inplace_view in function.tags:
+        _refuse_replacement(function)
     mutable = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
     given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
     written = {}
@@ -386,6 +353,14 @@ def _written(function, args, kwargs):
         written[id(one._flce.values())] = one
     made = function(*mapped(_value, args), **mapped(_value, kwargs))
     return mapped(lambda value: written.get(id(value), value), made)
+
+
+def _refuse_replacement(what):
+    raise RuntimeError(
+        f"flce.fuse: {what}: expected the logits to keep their shape and memory, got an operation "
+        "that replaces them in place: use one that returns a new Tensor (logits = "
+        "logits.transpose(0, 1))"
+    )
 
 
 def _viewed(function, args, kwargs):
@@ -406,7 +381,7 @@ def _lazily(function, args, kwargs):
     else:
         found = _deferred_in((args, kwargs))[0]._flce
         nodes, named = mapped(_kept, (args, kwargs))
-    record = _state.expected[0].record if _state.expected else None
+    record = _state.expected.record if _state.expected else None
     is_known = function in _OF_ROWS and record is not None
     is_known = is_known and _are_contiguous_rows(record, others, kwargs)
     if is_known or function in _SOFTMAXES or not all(map(_is_deferred, others)):

@@ -102,20 +102,31 @@ def _unsupported_call(linear, x):
     """Why this call of a head cannot defer; None if it can."""
     if not is_standard_linear(linear):
         return "the head's forward was replaced"
-    if not is_compiling() and (replaced := replacements.found()):
-        return replaced
     if type(x) not in (torch.Tensor, nn.Parameter):
         return f"the head's input is a {type(x).__name__}"
     if function_transforms_are_on():
         return "a transform of torch.func is active"
-    if reentry.is_freed_after_forward(linear):
-        return (
-            "FullyShardedDataParallel frees the head's weight after its forward (use fully_shard)"
-        )
+    if not is_compiling() and (reason := _unsupported_now(linear)):
+        return reason
     ddp = torch_private.active_ddp() if is_compiling() else None
     if getattr(ddp, "static_graph", False) and linear._flce_fusion.when == "always":
         return "torch.compile traces DistributedDataParallel with static_graph"
     return _unsupported_in(enclosing_of(linear), [linear], f"{type(linear).__name__}, the head")
+
+
+def _unsupported_now(linear):
+    """Why a head cannot defer in the state that torch and its Modules are in; None if it can."""
+    if replaced := replacements.found():
+        return replaced
+    if torch_private.forward_ad_is_on():
+        return "forward-mode AD is active"
+    if torch_private.jit_traces():
+        return "torch.jit.trace is active"
+    if reentry.is_freed_after_forward(linear):
+        return (
+            "FullyShardedDataParallel frees the head's weight after its forward (use fully_shard)"
+        )
+    return None
 
 
 def _unsupported_in(head, linears, name):

@@ -14,6 +14,17 @@ from . import steps
 from .reentry import fusion_in, inside
 
 
+def mapped(change, tree):
+    """The tree of tuples, lists and dicts with change(leaf) for each leaf. A tree of arguments is
+    flat in nearly all calls, where torch.utils._pytree takes several times as long."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, one) for one in tree])
+    if kind is dict:
+        return {name: mapped(change, one) for name, one in tree.items()}
+    return change(tree)
+
+
 class Snapshot:
     """A head's hidden states, weight and bias at its call. Three things tell that they changed:
     the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which

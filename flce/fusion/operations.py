@@ -89,8 +89,8 @@ def _add(function, node, args, kwargs):
     require(isinstance(vector, torch.Tensor) and vector.is_floating_point())
     require(vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1])
     require(vector.dim() <= len(record.shape) and steps.TANH not in steps.kinds(record.steps))
-    is_trained = vector.requires_grad and torch.is_grad_enabled()
-    require(node.call.requires_grad or not is_trained)
+    # Of a trained vector the loss would need another edge; torch.compile records it by itself.
+    require(is_compiling() or not (vector.requires_grad and torch.is_grad_enabled()))
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
     return node.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
@@ -206,7 +206,8 @@ def _select(function, node, args, kwargs):
         kept = range(first + kept.start, first + kept.stop)
         record = record.changed(tail=(), shape=(*shape, groups * size))
     tensors = [item for item in rows if isinstance(item, torch.Tensor)]
-    require(all(item.dim() > 0 for item in tensors))  # a view for an integer
+    # A view for an integer; bytes are a mask.
+    require(all(item.dim() > 0 and item.dtype != torch.uint8 for item in tensors))
     if tensors or any(item != slice(None) for item in rows):
         # The caller may write to an index later.
         rows = tuple([i.clone() if isinstance(i, torch.Tensor) else i for i in rows])
@@ -340,6 +341,8 @@ def _gather(function, node, args, kwargs):
     require(isinstance(index, torch.Tensor) and node_of(index) is None)
     require(index.dtype == torch.int64 and index.dim() == len(record.shape))
     require(tuple(index.shape[:-1]) == record.shape[:-1] and index.shape[-1])
+    if not is_gather:  # which takes classes counted from the end
+        index = torch.where(index < 0, index + record.shape[-1], index)
     statistic = functools.partial(loss.statistic, node, record)
     if index.shape[-1] == 1:
         values = statistic("log_p", index.squeeze(-1)).unsqueeze(-1)

@@ -111,13 +111,18 @@ def inside(sources, work):
 
 def _modules_that_gather(sources):
     """As `modules_of`, where hooks of DeepSpeed act around a head."""
-    for linear in [s.linear for s in sources if fusion_in(s.linear) is not None]:
-        for module in (linear, enclosing_of(linear)):
-            for hook in module._forward_pre_hooks.values():
-                hook = getattr(hook, "__func__", hook)
-                if (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
-                    return modules_of(sources)
-    return None
+    linears = [s.linear for s in sources if fusion_in(s.linear) is not None]
+    return modules_of(sources) if any(map(is_gathered, linears)) else None
+
+
+def is_gathered(linear):
+    """Whether hooks of DeepSpeed act around a head."""
+    for module in (linear, enclosing_of(linear)):
+        for hook in module._forward_pre_hooks.values():
+            hook = getattr(hook, "__func__", hook)
+            if (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
+                return True
+    return False
 
 
 def _is_freed(weight):
