@@ -4,6 +4,7 @@ In this file alone they are flat tuples, in the order of the operators' schemas
 (tests/test_calls.py compares the two).
 """
 
+import functools
 import typing
 
 import torch
@@ -129,7 +130,7 @@ class ForwardOutputs(typing.NamedTuple):
 
     def with_graph(self, names, values):
         """With `values` that autograd has recorded in place of the outputs `names`."""
-        return ForwardOutputs(**{**self._asdict(), **dict(zip(names, values, strict=True))})
+        return self._replace(**dict(zip(names, values, strict=True)))
 
 
 class Gradients(typing.NamedTuple):
@@ -266,30 +267,35 @@ def operator_of(call):
     return op
 
 
+@functools.cache
+def _records_in(kind):
+    """[(position, class)] of the records in a record of this class."""
+    annotations = enumerate(kind.__annotations__.values())
+    return [(i, annotation) for i, annotation in annotations if annotation in NESTED]
+
+
+@functools.cache
+def _length(kind):
+    """The number of values of a flat record of this class."""
+    nested = [annotation for _, annotation in _records_in(kind)]
+    return len(kind._fields) - len(nested) + sum(map(_length, nested))
+
+
 def flat(record):
     """The values of a record, those of records in it in their place."""
-    values = []
-    for value in record:
-        if isinstance(value, NESTED):
-            values += flat(value)
-        else:
-            values.append(value)
+    values = list(record)
+    for i, _ in reversed(_records_in(type(record))):
+        values[i : i + 1] = flat(values[i])
     return values
 
 
 def read(kind, values):
     """The record of this class whose `flat` is `values`, but for defaults at its end."""
-    return _read(kind, iter(values))
-
-
-def _read(kind, values):
-    fields = []
-    for name, annotation in kind.__annotations__.items():
-        if annotation in NESTED:
-            fields.append(_read(annotation, values))
-        else:
-            fields.append(next(values, kind._field_defaults.get(name)))
-    return kind(*fields)
+    values = list(values)
+    for i, nested in _records_in(kind):
+        end = i + _length(nested)
+        values[i:end] = [read(nested, values[i:end])]
+    return kind(*values)
 
 
 def run(call):

@@ -359,7 +359,8 @@ def linear_cross_entropy_of(
     call = _call(operands, target, of_loss, teacher, classes, options)
     if packed.ranks > 1:
         before_sharded_call(ShardedCall(call, given, caller))
-    call = call._replace(seed=_seed(packed, tensors, operands.input))
+    if (seed := _seed(packed, tensors, operands.input)) is not None:
+        call = call._replace(seed=seed)
     outputs = _run(call, operands, packed, accumulator)
     return _results(packed, outputs, target, tensors, of_loss.num_items, rows)
 
