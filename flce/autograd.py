@@ -118,8 +118,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         arguments = (input, weight, target, linear_bias, *others, *statistics)
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.
-        held = torch_private.saved_tensor_hooks_are_on()
-        ctx.owned, ctx.overwritten = count is not None and not held, False
+        has_hooks = torch_private.saved_tensor_hooks_are_on()
+        ctx.owned, ctx.overwritten = count is not None and not has_hooks, False
         # The outputs tell which strategy "auto" became.
         ctx.save = "nothing" if stats is None else "stats"
         if saved is not None:
