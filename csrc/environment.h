@@ -19,8 +19,9 @@ typedef enum flce_variable {
   FLCE_VARIABLE_COUNT
 } flce_variable;
 
-/* Copies the variables again. May not run beside itself or setenv: Python calls it before each
- * operator and holds the GIL (flce/operators.py). False: out of memory, and some copies are old. */
+/* Copies the variables again. Not thread-safe, nor safe with a concurrent setenv: Python calls it
+ * before each operator and holds the GIL (flce/operators.py). False: out of memory, and some copies
+ * are old. */
 bool flce_read_environment(void);
 
 /* The copy of a variable, NULL if it was not set. The text remains valid and the same. */

@@ -132,8 +132,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.options, ctx.accumulator = options, accumulator
         # The composite operator does not return the saved tensor, so the backward may overwrite it,
         # unless saved-tensor hooks of the caller hold it.
-        held = torch_private.saved_tensor_hooks_are_on()
-        ctx.owned, ctx.overwritten = names is not None and not held, False
+        has_hooks = torch_private.saved_tensor_hooks_are_on()
+        ctx.owned, ctx.overwritten = names is not None and not has_hooks, False
         ctx.strategy = _strategy(outputs)
         scale, gradients = None, calls.Gradients(None, None, None)
         if ctx.strategy == "grads":

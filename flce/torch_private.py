@@ -138,11 +138,6 @@ def is_executed(node):
         return True
 
 
-def backward_now():
-    """A number of the backward that runs in this thread; -1 without."""
-    return torch._C._current_graph_task_id()
-
-
 def running_node():
     """The node of autograd whose backward, or hooks, run in this thread; None without."""
     return torch._C._current_autograd_node()
@@ -150,7 +145,7 @@ def running_node():
 
 def in_backward():
     """Whether this thread runs a backward."""
-    return backward_now() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_in_dispatch():
@@ -172,7 +167,7 @@ def autograd_in_dispatch():
 
 def without_dispatch_modes():
     """A context without TorchDispatchModes: values that are not made are none of theirs."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if count_of_dispatch_modes() == 0:
         return contextlib.nullcontext()
     return torch.utils._python_dispatch._disable_current_modes()
 

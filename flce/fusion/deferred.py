@@ -1,6 +1,6 @@
 """Deferred logits: a Tensor without memory that autograd and the dispatcher take for any other.
 
-Autograd records what is done to it, by itself: it is the output of a `gradient.HeadProduct`.
+Autograd records what is done to it, by itself: it is the output of a `backward.HeadProduct`.
 __torch_function__ hands what `operations` recognises to flce; a recognised step is done by autograd
 too, on values that are not made. Everything else comes to __torch_dispatch__, whatever way it went,
 and finds real values.
@@ -15,8 +15,9 @@ from torch.compiler import is_compiling
 
 from .. import torch_private
 from . import steps
-from .gradient import HeadProduct, Origin, Routed, mark_steps, paths_from
-from .node import Node, mapped, name_of, node_of
+from .backward import HeadProduct, Origin, Routed, paths_from
+from .gradient import mark_steps
+from .node import Node, instances_in, mapped, name_of, node_of
 from .operations import HANDLERS
 from .reentry import is_gathered
 from .steps import Unknown, require
@@ -30,12 +31,45 @@ class Memory:
         self.is_touched = False
 
 
+class Layout(typing.NamedTuple):
+    shape: tuple
+    strides: tuple
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def contiguous(shape, dtype, offset=0):
+        return Layout(shape, contiguous_strides(shape), offset, dtype)
+
+    @staticmethod
+    def of(tensor):
+        return Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def is_contiguous(self):
+        return tuple(self.strides) == contiguous_strides(self.shape)
+
+
+class Operation(typing.NamedTuple):
+    """function(*args, **kwargs), with nodes in place of deferred Tensors. pick: which of several
+    results; None for the only one."""
+
+    function: typing.Callable
+    args: tuple
+    kwargs: dict
+    pick: int | None = None
+
+    def run(self, value_of):
+        """The result; value_of: gives the value of a node."""
+        real = lambda one: value_of(one) if isinstance(one, Node) else one  # noqa: E731
+        made = self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
+        return made if self.pick is None else made[self.pick]
+
+
 class LazyNode(Node):
-    """One value, with the operation that makes it. layout_of: (shape, strides, offset, dtype), and
-    meta, if known, a meta tensor of that. operation: (function, its arguments with nodes in place
-    of deferred Tensors, which of its results); None for a head's product. parent: the node that a
-    view shares its memory with. has_gradient: whether the Tensor requires grad. calls: of the
-    heads that the value comes from."""
+    """One value, with the Operation that makes it, None for a head's product. layout_of: the Layout
+    of the real value; meta: a meta tensor of that, if there is one. parent: the node that a view
+    shares its memory with. has_gradient: whether the Tensor requires grad. calls: of the heads that
+    the value comes from."""
 
     def __init__(self, call, record, layout, operation=None, parent=None):
         super().__init__(call, record, parent)
@@ -46,9 +80,10 @@ class LazyNode(Node):
     def layout(self):
         """A meta tensor with the layout of the real value."""
         if self.meta is None:
-            shape, strides, _, dtype = self.layout_of
+            own = self.layout_of
             with torch_private.without_dispatch_modes():
-                self.meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+                options = {"dtype": own.dtype, "device": "meta"}
+                self.meta = torch.empty_strided(own.shape, own.strides, **options)
         return self.meta
 
     def like(self, device=None, shape=0):
@@ -75,7 +110,8 @@ class LazyNode(Node):
         if self.value is None:
             with torch.inference_mode(self.call.is_inference), torch.no_grad():
                 is_view = self.parent is not None
-                self.value = self._run(LazyNode.values) if is_view else self.unwritten(True)
+                make = LazyNode.values
+                self.value = self.operation.run(make) if is_view else self.unwritten(True)
         return self.value
 
     def unwritten(self, may_share=False):
@@ -83,18 +119,12 @@ class LazyNode(Node):
         if self.value is not None and not self.memory.is_touched:
             return self.value
         if self.record is None:
-            return self._run(LazyNode.unwritten)
+            return self.operation.run(LazyNode.unwritten)
         with self.call.entered(False):
             return self.replay(may_share, self.memory)
 
     def again(self):
         return self.unwritten()
-
-    def _run(self, value_of):
-        function, args, kwargs, pick = self.operation
-        args, kwargs = mapped(lambda n: value_of(n) if isinstance(n, Node) else n, (args, kwargs))
-        made = function(*args, **kwargs)
-        return made if pick is None else made[pick]
 
 
 class _Step(typing.NamedTuple):
@@ -124,10 +154,10 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, node):
-        shape, strides, offset, dtype = node.layout_of
-        options = {"strides": strides, "storage_offset": offset, "dtype": dtype}
-        options["device"] = node.call.device
-        proxy = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+        layout = node.layout_of
+        options = {"strides": layout.strides, "storage_offset": layout.offset}
+        options |= {"dtype": layout.dtype, "device": node.call.device}
+        proxy = torch.Tensor._make_wrapper_subclass(cls, layout.shape, **options)
         torch_private.forbid_addresses(proxy)
         proxy._flce = node
         return proxy
@@ -141,10 +171,10 @@ class DeferredLogits(torch.Tensor):
             return _recognised(function, args, kwargs)
         except Unknown:
             pass
-        for one in _deferred_in((args, kwargs)):
-            one._flce.make_for(function)
-        if function == torch.Tensor.data.__set__:
+        if function == _SET_DATA:
             _refuse_replacement("data")
+        for one in instances_in(DeferredLogits, (args, kwargs)):
+            one._flce.make_for(function)
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_with_memory(function), (args, kwargs))
         return _by_torch(function, args, kwargs)
@@ -158,8 +188,9 @@ class DeferredLogits(torch.Tensor):
         if kind == "view":
             return _viewed(function, args, kwargs)
         if function in _FACTORIES:
-            return function(args[0]._flce.like(), *args[1:], **kwargs)
-        for one in _deferred_in((args, kwargs)):
+            first, *sizes = args
+            return function(first._flce.like(), *sizes, **kwargs)
+        for one in instances_in(DeferredLogits, (args, kwargs)):
             one._flce.make_for(function)
         if kind != "write":
             return function(*mapped(_value, args), **mapped(_value, kwargs))
@@ -177,9 +208,8 @@ def deferred_product(call, linear, x):
     shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
     source = steps.Source(linear, call.leaves[0], (), call.leaves[1:])
     record = steps.Record((source,), (), shape, dtype, steps.Rows())
-    strides = contiguous_strides(shape)
     with torch_private.without_torch_function():
-        node = LazyNode(call, record, (shape, strides, 0, dtype))
+        node = LazyNode(call, record, Layout.contiguous(shape, dtype))
         return HeadProduct.apply(DeferredLogits, node, *operands)
 
 
@@ -207,14 +237,8 @@ def _is_deferred(value):
     return isinstance(value, DeferredLogits)
 
 
-def _deferred_in(tree):
-    found = []
-    mapped(lambda one: found.append(one) if _is_deferred(one) else None, tree)
-    return found
-
-
-_SUMS = {torch.add, torch.Tensor.add}
-_COMMUTATIVE = _SUMS | {torch.mul, torch.multiply, torch.Tensor.mul}
+_COMMUTATIVE = {torch.add, torch.Tensor.add, torch.mul, torch.multiply, torch.Tensor.mul}
+_SET_DATA = torch.Tensor.data.__set__
 
 
 def _recognised(function, args, kwargs):
@@ -348,7 +372,7 @@ def _written(function, args, kwargs):
     mutable = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
     given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
     written = {}
-    for one in _deferred_in([given.get(name) for name in mutable]):
+    for one in instances_in(DeferredLogits, [given.get(name) for name in mutable]):
         one._flce.memory.is_touched = True
         written[id(one._flce.values())] = one
     made = function(*mapped(_value, args), **mapped(_value, kwargs))
@@ -365,51 +389,61 @@ def _refuse_replacement(what):
 
 def _viewed(function, args, kwargs):
     """A view: real if the values are, which then may be written to by others."""
-    one = _deferred_in((args, kwargs))[0]
+    one = first_deferred(args, kwargs)
     if one._flce.is_pending():
         return _lazily(function, args, kwargs)
     one._flce.memory.is_touched = True
     return function(*mapped(_value, args), **mapped(_value, kwargs))
 
 
+def first_deferred(args, kwargs):
+    first, *_ = instances_in(DeferredLogits, (args, kwargs))
+    return first
+
+
 def _lazily(function, args, kwargs):
     """The result of an operator whose values are not made yet."""
-    first, others = args[0], [v for v in args if isinstance(v, torch.Tensor)]
-    is_flat = _is_deferred(first) and len(others) == 1 and not any(map(_nests_tensors, args))
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    is_flat = _is_deferred(args[0]) and len(tensors) == 1 and not any(map(_nests_tensors, args))
+    found = (args[0] if is_flat else first_deferred(args, kwargs))._flce
     if is_flat:
-        found, nodes, named = first._flce, (first._flce, *args[1:]), kwargs
+        operation = Operation(function, (found, *args[1:]), kwargs)
     else:
-        found = _deferred_in((args, kwargs))[0]._flce
-        nodes, named = mapped(_kept, (args, kwargs))
+        operation = Operation(function, *mapped(_by_value, (args, kwargs)))
     record = _state.expected.record if _state.expected else None
-    is_known = function in _OF_ROWS and record is not None
-    is_known = is_known and _are_contiguous_rows(record, others, kwargs)
-    if is_known or function in _SOFTMAXES or not all(map(_is_deferred, others)):
-        dtype = found.layout_of[-1] if is_known and len(others) == 1 else record.dtype
-        layout = record.shape, contiguous_strides(record.shape), 0, dtype
-        return DeferredLogits(LazyNode(found.call, None, layout, (function, nodes, named, None)))
-    if record is not None and function is _VIEW and _is_whole_view(found, record, args[1]):
-        layout = record.shape, contiguous_strides(record.shape), *found.layout_of[2:]
-        operation = function, nodes, named, None
-        return DeferredLogits(LazyNode(found.call, None, layout, operation, found))
-    if is_flat:
-        metas, of_metas = (found.layout(), *args[1:]), dict(kwargs)
-    else:
-        metas, of_metas = mapped(_layout_of, (nodes, named))
+    layout = _known_layout(function, found, record, tensors, args, kwargs)
+    if layout is not None:
+        parent = found if function is _VIEW else None
+        return DeferredLogits(LazyNode(found.call, None, layout, operation, parent))
+    metas, of_metas = mapped(_layout_of, (operation.args, operation.kwargs))
     if "device" in of_metas:
         of_metas["device"] = torch.device("meta")
     made = function(*metas, **of_metas)
     parent = found if _kind_of(function) == "view" else None
 
     def proxy(meta, pick=None):
-        layout = meta.shape, meta.stride(), meta.storage_offset(), meta.dtype
-        node = LazyNode(found.call, None, layout, (function, nodes, named, pick), parent)
+        of_one = operation if pick is None else operation._replace(pick=pick)
+        node = LazyNode(found.call, None, Layout.of(meta), of_one, parent)
         node.meta = meta
         return DeferredLogits(node)
 
     if isinstance(made, torch.Tensor):
         return proxy(made)
     return [proxy(meta, i) for i, meta in enumerate(made)]
+
+
+def _known_layout(function, found, record, tensors, args, kwargs):
+    """The Layout of an operator's result, if it follows from the record of the step; else None.
+    found: the node of the first deferred argument; tensors: the arguments that are Tensors."""
+    if record is None:
+        return None
+    is_of_rows = function in _OF_ROWS and _are_contiguous_rows(record, tensors, kwargs)
+    if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred, tensors)):
+        dtype = found.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
+        return Layout.contiguous(record.shape, dtype)
+    if function is _VIEW and _is_whole_view(found.layout_of, record, args[1]):
+        return Layout.contiguous(record.shape, found.layout_of.dtype, found.layout_of.offset)
+    return None
 
 
 def _nests_tensors(value):
@@ -420,7 +454,7 @@ def _layout_of(value):
     return value.layout() if isinstance(value, Node) else value
 
 
-def _kept(value):
+def _by_value(value):
     """An argument by its value: the caller may write to an index or a vector later."""
     if _is_deferred(value):
         return value._flce
@@ -430,21 +464,19 @@ def _kept(value):
 def _are_contiguous_rows(record, operands, options):
     """Whether an operator of _OF_ROWS gives contiguous values of the record's shape, which is that
     of the last operator: reshape copies rows in the shape that they have before it."""
-    nodes = [one._flce for one in operands if _is_deferred(one)]
+    layouts = [one._flce.layout_of for one in operands if _is_deferred(one)]
     is_copy = options.get("memory_format") is torch.contiguous_format
     return all(
-        tuple(node.layout_of[0]) == tuple(record.shape)
-        and (is_copy or tuple(node.layout_of[1]) == contiguous_strides(record.shape))
-        for node in nodes
+        tuple(one.shape) == tuple(record.shape) and (is_copy or one.is_contiguous())
+        for one in layouts
     )
 
 
-def _is_whole_view(node, record, sizes):
-    """Whether view(sizes) of a node's values is contiguous, as they are, and the record's own."""
-    shape, strides, _, _ = node.layout_of
+def _is_whole_view(layout, record, sizes):
+    """Whether view(sizes) of contiguous values has the record's shape."""
     is_own = len(sizes) == len(record.shape)
     is_own = is_own and all(a in (-1, b) for a, b in zip(sizes, record.shape, strict=True))
-    return is_own and tuple(strides) == contiguous_strides(shape)
+    return is_own and layout.is_contiguous()
 
 
 def contiguous_strides(shape):

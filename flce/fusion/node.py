@@ -25,6 +25,13 @@ def mapped(change, tree):
     return change(tree)
 
 
+def instances_in(kind, tree):
+    """The instances of a class in a tree of arguments, in its order."""
+    found = []
+    mapped(lambda one: found.append(one) if isinstance(one, kind) else None, tree)
+    return found
+
+
 class Snapshot:
     """A head's hidden states, weight and bias at its call. Three things tell that they changed:
     the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which
@@ -232,12 +239,13 @@ def _real_logits(steps_after, dtype, sources):
 
 def _product(source, dtype):
     """What the nn.Linear computes, without hooks. dtype: of autocast, which a dispatch is below."""
-    linear, x, _, held = source
-    if held is None or is_dtensor(held[0]):
+    linear, x, (weight, bias) = source.linear, source.x, source.parameters()
+    if source.weight_and_bias is None or is_dtensor(weight):
         return linear(x) if fusion_in(linear) is None else linear.compute_logits(x)
     if dtype is not None and x.dtype != torch.float64:
-        x, *held = [None if one is None else one.to(dtype) for one in (x, *held)]
-    return F.linear(x, *held)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return F.linear(x, weight, bias)
 
 
 def node_of(value):

@@ -107,7 +107,7 @@ def _sum_of_products(node, other):
     require(cut[0] == cut[1] and first.grad == second.grad and first.autocast == second.autocast)
     require(torch.float64 not in (one.dtype, two.dtype) or one.dtype == two.dtype)
     parts = [(s, r.steps) for r in (one, two) for s in r.sources]
-    sources = [steps.Source(s.linear, s.x, (*s.steps, *own), s.held) for s, own in parts]
+    sources = [s.with_changes(s.x, (*s.steps, *own)) for s, own in parts]
     dtype = torch.promote_types(one.dtype, two.dtype)
     # The sum has the gradients of both.
     call = copy.copy(first if first.requires_grad else second)

@@ -95,7 +95,7 @@ class _Errand(Request):
 
 def inside(sources, work):
     """work(sources) with whole weights."""
-    if sources[0].held is None:
+    if sources[0].weight_and_bias is None:
         return call_through(sources, work)
     modules = _modules_that_gather(sources)
     if modules:
@@ -104,7 +104,8 @@ def inside(sources, work):
         return errand.result
     with contextlib.ExitStack() as units:
         for source in sources:
-            if _is_freed(source.held[0]):
+            weight, _ = source.parameters()
+            if _is_freed(weight):
                 units.enter_context(_unsharded(source))
         return work(sources)
 
@@ -136,7 +137,8 @@ def _unsharded(source):
     unit = _unit_of(source.linear)
     if unit is not None:
         unit.unshard()
-    if unit is None or _is_freed(source.held[0]):
+    weight, _ = source.parameters()
+    if unit is None or _is_freed(weight):
         raise RuntimeError(NOT_WHOLE)
     try:
         yield

@@ -38,16 +38,21 @@ class Step(typing.NamedTuple):
 
 class Source(typing.NamedTuple):
     """One nn.Linear's output, not computed yet: `linear(x)`, then `steps` (scales and casts),
-    before the sum of the Record. x: shape (..., H). held: its (weight, bias) at the call; None
-    while torch.compile traces: those that the nn.Linear has when they are needed."""
+    before the sum of the Record. x: shape (..., H). weight_and_bias: at the call; None while
+    torch.compile traces: those that the nn.Linear has when they are needed."""
 
     linear: torch.nn.Module
     x: torch.Tensor
     steps: tuple = ()
-    held: tuple | None = None
+    weight_and_bias: tuple | None = None
 
     def parameters(self):
-        return (self.linear.weight, self.linear.bias) if self.held is None else self.held
+        if self.weight_and_bias is None:
+            return self.linear.weight, self.linear.bias
+        return self.weight_and_bias
+
+    def with_changes(self, x, steps):
+        return Source(self.linear, x, steps, self.weight_and_bias)
 
 
 class Rows:
@@ -128,7 +133,7 @@ class Record(typing.NamedTuple):
     def of_rows(self, select, is_piece=False):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
         selection can precede them all, the product included."""
-        sources = tuple([Source(s.linear, select(s.x), s.steps, s.held) for s in self.sources])
+        sources = tuple([s.with_changes(select(s.x), s.steps) for s in self.sources])
         rows, whole, x = Rows(self, select, is_piece), self.sources[0].x, sources[0].x
         if not is_compiling() and torch_private.is_alias(x, whole):
             view = x.storage_offset(), x.shape, x.stride()
