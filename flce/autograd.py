@@ -83,91 +83,105 @@ def _once_differentiable(make):
     return staticmethod(backward)
 
 
-# The outputs of flce::forward that have a gradient, in the order in which Functions return them.
-DIFFERENTIABLE = ("loss", "stats", "class_logits")
-
-
-def _returned(ctx, outputs, names):
-    """The outputs `names`, the first ones of DIFFERENTIABLE. None, for a direct call of the
-    operator: all outputs; only the loss is differentiable then."""
-    ctx.set_materialize_grads(False)
-    ctx.loss_shape = outputs.loss.shape
-    if names is None:
-        others = [value for value in outputs if value is not None and value is not outputs.loss]
-        ctx.mark_non_differentiable(*others)
-        return tuple(outputs)
-    return tuple(getattr(outputs, name) for name in names)
-
-
-def _strategy(outputs):
-    """The strategy that "auto" became, which the outputs tell."""
-    if outputs.saved is not None:
-        return "samples" if outputs.saved.dtype == torch.int32 else "logits"
-    if any(getattr(outputs, name) is not None for name in GRADIENTS):
-        return "grads"
-    return "nothing" if outputs.stats is None else "stats"
-
-
-def _loss_scale(outputs, options, input, linear_weight):
+def _loss_scale(call, outputs):
     """The scalars, if float16's gradients are times a loss scale, as they are on a GPU: the
     backward divides it out (loss_factor of csrc/core/engine.c). Else None."""
-    dtype = gemm_dtype(options.value("autocast"), input.dtype, linear_weight.dtype)
+    input, autocast = call.input, call.options.value("autocast")
+    dtype = gemm_dtype(autocast, input.dtype, call.linear_weight.dtype)
     return outputs.scalars if dtype == torch.float16 and not input.is_cpu else None
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """The Function of flce::forward, and of gradients that a forward has made.
+def _set_up(ctx, outputs, owned, accumulator):
+    """What every Function of a linear loss sets. owned: whether nobody else has what it saves, so
+    that the backward may overwrite it; saved-tensor hooks of the caller may have it too."""
+    ctx.set_materialize_grads(False)
+    ctx.loss_shape, ctx.accumulator = outputs.loss.shape, accumulator
+    ctx.owned = owned and not torch_private.saved_tensor_hooks_are_on()
+    ctx.overwritten = False
 
-    input, linear_weight, linear_bias: what has a gradient; with a frozen linear_weight beside an
-    adapter, the adapter's weight. outputs: a calls.ForwardOutputs. tensors: the
-    calls.ForwardTensors from which the backward computes; empty where `outputs` has all gradients.
-    names: of the outputs that it returns (_returned). accumulator: accumulate.Accumulator of
-    linear_weight, or None.
+
+def _save_gradients(ctx, leaves, outputs, loss_scale, forward):
+    """Saves the gradients of a forward with save="grads". loss_scale, forward: as in
+    calls.SavedGradients."""
+    ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+    gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
+    calls.save(ctx, calls.SavedGradients(loss_scale, *gradients, forward))
+
+
+class ScaledGradients(torch.autograd.Function):
+    """Of a loss whose forward has made its gradients: the backward multiplies them by grad_output.
+
+    input, linear_weight, linear_bias: as in LinearCrossEntropy. outputs: a record with the loss and
+    the gradients. loss_scale: as in calls.SavedGradients. owned, accumulator: see _set_up.
     """
 
     @staticmethod
     def forward(
-        ctx, input, linear_weight, linear_bias, outputs, tensors, options, names, accumulator
+        ctx, input, linear_weight, linear_bias, outputs, loss_scale, owned=True, accumulator=None
     ):
-        ctx.options, ctx.accumulator = options, accumulator
-        # The composite operator does not return the saved tensor, so the backward may overwrite it,
-        # unless saved-tensor hooks of the caller hold it.
-        has_hooks = torch_private.saved_tensor_hooks_are_on()
-        ctx.owned, ctx.overwritten = names is not None and not has_hooks, False
-        ctx.strategy = _strategy(outputs)
-        scale, gradients = None, calls.Gradients(None, None, None)
-        if ctx.strategy == "grads":
-            leaves = (input, linear_weight, linear_bias)
-            ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-            scale = _loss_scale(outputs, options, input, linear_weight)
-            gradients = calls.Gradients(outputs.grad_input, outputs.grad_weight, outputs.grad_bias)
-            if names is None or len(names) == 1:  # of the loss alone: nothing is computed again
-                tensors = calls.ForwardTensors()
-        saved = calls.Saved(
-            scale, gradients.grad_input, gradients.grad_weight, gradients.grad_bias, tensors
-        )
-        calls.save(ctx, saved)
-        return _returned(ctx, outputs, names)
+        _set_up(ctx, outputs, owned, accumulator)
+        leaves = input, linear_weight, linear_bias
+        _save_gradients(ctx, leaves, outputs, loss_scale, calls.ForwardTensors())
+        return outputs.loss
+
+    @_once_differentiable
+    def backward(ctx, grad_output, *_):
+        saved = calls.saved(ctx, calls.SavedGradients)
+        return _scale_saved(ctx, saved, grad_output, _wanted_gradients(ctx))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Of a flce::forward whose backward computes gradients, or may have to.
+
+    input, linear_weight, linear_bias: what has a gradient; with a frozen linear_weight beside an
+    adapter, the adapter's weight. call, outputs: calls.ForwardCall and ForwardOutputs. strategy:
+    what "auto" became. names: of the outputs that it returns, the first ones of
+    calls.DIFFERENTIABLE.
+    owned: see _set_up. accumulator: accumulate.Accumulator of linear_weight, or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        input,
+        linear_weight,
+        linear_bias,
+        call,
+        outputs,
+        strategy,
+        names,
+        owned,
+        accumulator,
+    ):
+        _set_up(ctx, outputs, owned, accumulator)
+        ctx.options, ctx.strategy = call.options, strategy
+        forward = call.kept_for_backward(outputs)
+        if strategy == "grads":
+            leaves = input, linear_weight, linear_bias
+            _save_gradients(ctx, leaves, outputs, _loss_scale(call, outputs), forward)
+        else:
+            calls.save(ctx, forward)
+        return tuple([getattr(outputs, name) for name in names])
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats, grad_classes):
-        wanted, strategy, saved = (
-            _wanted_gradients(ctx),
-            ctx.strategy,
-            calls.saved(ctx, calls.Saved),
-        )
+        wanted, strategy = _wanted_gradients(ctx), ctx.strategy
         if strategy == "samples" and grad_classes is not None and ctx.options.value("traced"):
             # A compiled backward gets zeros for an output without a gradient. The samples give no
             # other gradient of these logits, and no value can be seen here: NaN.
             grad_output = grad_output.masked_fill((grad_classes != 0).any(), math.nan)
             grad_classes = None
         if strategy == "grads":
+            saved = calls.saved(ctx, calls.SavedGradients)
             if grad_stats is None and grad_classes is None:
-                gradients = saved.grad_input, saved.grad_weight, saved.grad_bias
-                return _scale_saved(ctx, saved.loss_scale, gradients, grad_output, wanted)
-            strategy = "stats"  # the gradients that exist are those of the loss alone
-        call = calls.BackwardCall(grad_output, grad_stats, grad_classes, saved.forward, ctx.options)
-        return _run_backward(ctx, strategy, call, wanted)
+                return _scale_saved(ctx, saved, grad_output, wanted)
+            # The gradients that exist are those of the loss alone.
+            strategy, forward = "stats", saved.forward
+        else:
+            forward = calls.saved(ctx, calls.ForwardTensors)
+        return _run_backward(
+            ctx, strategy, (grad_output, grad_stats, grad_classes), forward, wanted
+        )
 
 
 class _Nested(threading.local):
@@ -214,8 +228,10 @@ def _may_overwrite(ctx):
     return ctx.owned and not repeats
 
 
-def _scale_saved(ctx, loss_scale, gradients, grad_output, wanted):
-    """The wanted gradients, made by the forward, times grad_output; in place if possible."""
+def _scale_saved(ctx, saved, grad_output, wanted):
+    """The wanted ones of the gradients of calls.SavedGradients times grad_output; in place if
+    possible."""
+    gradients = saved.grad_input, saved.grad_weight, saved.grad_bias
     # Of linear_loss or a divergence, whose forward cannot add to the caller's gradient.
     adds = bool(ctx.accumulator and wanted[1])
     adds = adds and ctx.accumulator.should_accumulate(ctx.next_functions[1][0])
@@ -236,24 +252,26 @@ def _scale_saved(ctx, loss_scale, gradients, grad_output, wanted):
             # A new tensor on the same memory, which autograd may keep as .grad.
             in_place[i], made[i] = grad, grad.detach()
         else:
-            made[i] = run(inner.scaled.default, grad, grad_output, loss_scale, dtype)
+            made[i] = run(inner.scaled.default, grad, grad_output, saved.loss_scale, dtype)
     ctx.overwritten = may_write
     if any(grad is not None for grad in in_place):
-        _scale_untracked(*in_place, grad_output, loss_scale)
+        _scale_untracked(*in_place, grad_output, saved.loss_scale)
     if adds:
         made[1] = ctx.accumulator.add(made[1])
     return tuple(made)
 
 
-def _run_backward(ctx, strategy, call, wanted):
+def _run_backward(ctx, strategy, upstream, forward, wanted):
+    """The wanted gradients. upstream: those of the outputs calls.DIFFERENTIABLE; forward:
+    calls.ForwardTensors."""
     accumulator = ctx.accumulator
     # The Function's differentiable tensors are the operands; the second one is the weight.
     if accumulator and not accumulator.should_accumulate(ctx.next_functions[1][0]):
         accumulator, wanted = None, (wanted[0], False, wanted[2])
     consumes = ctx.overwritten = strategy == "logits" and _may_overwrite(ctx)
     wants = dict(zip(GRADIENTS, wanted, strict=True))
-    options = call.options.replaced(save=strategy, consumes_saved=consumes, **wants)
-    call = call._replace(options=options)
+    options = ctx.options.replaced(save=strategy, consumes_saved=consumes, **wants)
+    call = calls.BackwardCall(*upstream, forward, options)
     if accumulator is None:
         return calls.run(call)
     with accumulator.lock:
@@ -269,18 +287,20 @@ class LinearDivergence(torch.autograd.Function):
     grad_output is a factor of the rows. call: its calls.DivergenceCall."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, loss, call, accumulator):
-        ctx.options, ctx.loss_shape, ctx.accumulator = call.options, loss.shape, accumulator
-        ctx.numbers, ctx.owned, ctx.overwritten = call.teacher.numbers, True, False
+    def forward(ctx, input, linear_weight, linear_bias, call, outputs, accumulator):
+        _set_up(ctx, outputs, True, accumulator)
+        ctx.options, ctx.numbers = call.options, call.teacher.numbers
         leaves = input, linear_weight, linear_bias
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         tensors = calls.flat(call._replace(teacher=call.teacher._replace(numbers=None)))
-        tensors = [one if isinstance(one, torch.Tensor) else None for one in tensors]
+        tensors = [value if isinstance(value, torch.Tensor) else None for value in tensors]
         # A teacher's tensors may be those of inference mode, which autograd refuses to save.
-        ctx.unsaved = [one if one is not None and one.is_inference() else None for one in tensors]
+        ctx.unsaved = [
+            tensor if tensor is not None and tensor.is_inference() else None for tensor in tensors
+        ]
         pairs = zip(tensors, ctx.unsaved, strict=True)
-        ctx.save_for_backward(*(one if unsaved is None else None for one, unsaved in pairs))
-        return loss.view_as(loss)
+        ctx.save_for_backward(*(tensor if unsaved is None else None for tensor, unsaved in pairs))
+        return outputs.loss
 
     @staticmethod
     def call(ctx):
@@ -301,22 +321,24 @@ class LinearDivergence(torch.autograd.Function):
         factor = grad_output.expand(call.target.shape)
         factor = factor * (1 if call.token_weight is None else call.token_weight)
         outputs = calls.run(call._replace(token_weight=factor, options=options))
-        scale = _loss_scale(outputs, options, call.input, call.linear_weight)
         gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
-        return _scale_saved(ctx, scale, gradients, grad_output.new_ones(()), wanted)
+        loss_scale = _loss_scale(call._replace(options=options), outputs)
+        saved = calls.SavedGradients(loss_scale, *gradients, calls.ForwardTensors())
+        return _scale_saved(ctx, saved, grad_output.new_ones(()), wanted)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The autograd Function of flce::cross_entropy_forward, as LinearCrossEntropy. call: its
-    calls.LogitsCall."""
+    """Of a flce::cross_entropy_forward. call, outputs: calls.LogitsCall and LogitsOutputs; names:
+    as in LinearCrossEntropy."""
 
     @staticmethod
     def forward(ctx, logits, call, outputs, names):
-        ctx.integers, ctx.numbers = call.integers, call.numbers
+        ctx.set_materialize_grads(False)
+        ctx.loss_shape, ctx.integers, ctx.numbers = outputs.loss.shape, call.integers, call.numbers
         of_loss = call.weight, call.token_weight, call.token_temperature
         tensors = calls.LogitsTensors(logits, call.target, *of_loss, outputs.stats, outputs.scalars)
         calls.save(ctx, tensors)
-        return _returned(ctx, outputs, names)
+        return tuple([getattr(outputs, name) for name in names])
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats, _):
@@ -325,32 +347,39 @@ class CrossEntropy(torch.autograd.Function):
         return (calls.run_logits_backward(call),)
 
 
-def with_graph(outputs, call, leaves, names, accumulator=None):
-    """The outputs `names` of a ForwardCall or DivergenceCall, with a graph that ends in `leaves`;
-    all of them, flat, where `names` is None. A divergence has the loss alone."""
-    if isinstance(call, calls.ForwardCall):
-        tensors = call.kept_for_backward(outputs)
-        of_call = outputs, tensors, call.options, names, accumulator
-        return LinearCrossEntropy.apply(*leaves, *of_call)
-    if all(getattr(outputs, name) is None for name in GRADIENTS):
-        loss = LinearDivergence.apply(*leaves, outputs.loss, call, accumulator)
-        return (loss,) if names else outputs._replace(loss=loss)
-    of_call = calls.ForwardTensors(), call.options, names, accumulator
-    returned = LinearCrossEntropy.apply(*leaves, outputs.of_forward(), *of_call)
-    return returned if names else calls.DivergenceOutputs.of(calls.ForwardOutputs(*returned))
+def with_graph(call, outputs, leaves, names, owned, accumulator=None):
+    """The outputs of a ForwardCall or DivergenceCall, of which `names`, the first ones of
+    DIFFERENTIABLE, have a graph that ends in `leaves`, the tensors that get the gradients."""
+    strategy = outputs.strategy()
+    if strategy == "grads" and len(names) == 1:
+        loss_scale = _loss_scale(call, outputs)
+        loss = ScaledGradients.apply(*leaves, outputs, loss_scale, owned, accumulator)
+        return outputs._replace(loss=loss)
+    if isinstance(call, calls.DivergenceCall):
+        loss = LinearDivergence.apply(*leaves, call, outputs, accumulator)
+        return outputs._replace(loss=loss)
+    of_call = call, outputs, strategy, names, owned, accumulator
+    return outputs.with_graph(LinearCrossEntropy.apply(*leaves, *of_call))
 
 
-def _with_graph(outputs, call):
-    return with_graph(outputs, call, (call.input, call.linear_weight, call.linear_bias), None)
+def with_logits_graph(call, outputs, names):
+    """The outputs of a LogitsCall, of which `names` have a graph."""
+    values = CrossEntropy.apply(call.logits, call, outputs, names)
+    return outputs._replace(**dict(zip(names, values, strict=True)))
 
 
-_register_autograd("forward", _with_graph, calls.ForwardCall)
-_register_autograd("divergence", _with_graph, calls.DivergenceCall)
-_register_autograd(
-    "cross_entropy_forward",
-    lambda outputs, call: CrossEntropy.apply(call.logits, call, outputs, None),
-    calls.LogitsCall,
-)
+def _of_direct_call(outputs, call):
+    leaves = call.input, call.linear_weight, call.linear_bias
+    return tuple(with_graph(call, outputs, leaves, ("loss",), owned=False))
+
+
+def _of_direct_logits_call(outputs, call):
+    return tuple(with_logits_graph(call, outputs, ("loss",)))
+
+
+_register_autograd("forward", _of_direct_call, calls.ForwardCall)
+_register_autograd("divergence", _of_direct_call, calls.DivergenceCall)
+_register_autograd("cross_entropy_forward", _of_direct_logits_call, calls.LogitsCall)
 for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)
 

@@ -14,13 +14,14 @@ from .operators import inner
 from .options import CHOICES, replaced, value_of
 
 Optional = torch.Tensor | None
+COUNTED = -1  # csrc/binding/call.h: kCountedRows
 
 
 class CallOptions(typing.NamedTuple):
     """What the operators take after their tensors.
 
     valid_vocab: the number of classes that take part; None: all. rows: how many rows are computed;
-    None: all; composite.COUNTED: those that are not ignored. integers, numbers: the values of
+    None: all; COUNTED: those that are not ignored. integers, numbers: the values of
     options.INTEGERS, and after them the layout, and of options.NUMBERS. group: the name of the
     process group whose ranks divide the vocabulary.
     """
@@ -41,11 +42,7 @@ class CallOptions(typing.NamedTuple):
 
     def replaced(self, **values):
         """With other integers by name; a choice may be given as text."""
-        codes = {
-            name: CHOICES[name].index(value) if isinstance(value, str) else value
-            for name, value in values.items()
-        }
-        integers = replaced(self.integers, **codes)
+        integers = replaced(self.integers, **values)
         return CallOptions(self.valid_vocab, self.rows, integers, self.numbers, self.group)
 
 
@@ -112,6 +109,10 @@ class ForwardCall(typing.NamedTuple):
         )
 
 
+# The outputs that may have a gradient, in the order of autograd.LinearCrossEntropy.
+DIFFERENTIABLE = ("loss", "stats", "class_logits")
+
+
 class ForwardOutputs(typing.NamedTuple):
     """stats: (operators.STATS, rows), its rows by operators.STAT_...; scalars: by SCALAR_...;
     saved: exp(logits) or the samples, for the backward; grad_...: with save="grads"; class_logits:
@@ -128,9 +129,17 @@ class ForwardOutputs(typing.NamedTuple):
     class_logits: Optional = None
     top_classes: Optional = None
 
-    def with_graph(self, names, values):
-        """With `values` that autograd has recorded in place of the outputs `names`."""
-        return self._replace(**dict(zip(names, values, strict=True)))
+    def with_graph(self, values):
+        """With `values`, which autograd has recorded, of the first ones of DIFFERENTIABLE."""
+        return self._replace(**dict(zip(DIFFERENTIABLE, values, strict=False)))
+
+    def strategy(self):
+        """What "auto" became."""
+        if self.saved is not None:
+            return "samples" if self.saved.dtype == torch.int32 else "logits"
+        if any(grad is not None for grad in (self.grad_input, self.grad_weight, self.grad_bias)):
+            return "grads"
+        return "nothing" if self.stats is None else "stats"
 
 
 class Gradients(typing.NamedTuple):
@@ -165,12 +174,13 @@ class DivergenceOutputs(typing.NamedTuple):
     grad_weight: Optional
     grad_bias: Optional
 
-    @staticmethod
-    def of(outputs):
-        return DivergenceOutputs(*(getattr(outputs, name) for name in DivergenceOutputs._fields))
-
     def of_forward(self):
         return ForwardOutputs(**self._asdict())
+
+    def strategy(self):
+        """What "auto" became; with "stats" the backward runs the operator again."""
+        grads = (self.grad_input, self.grad_weight, self.grad_bias)
+        return "stats" if all(grad is None for grad in grads) else "grads"
 
 
 class BackwardCall(typing.NamedTuple):
@@ -239,10 +249,10 @@ class PlanOutputs(typing.NamedTuple):
     text: str
 
 
-class Saved(typing.NamedTuple):
-    """What the autograd Function of a loss saves. loss_scale: scalars, where float16's gradients
-    are times a factor that the backward divides out; grad_...: with save="grads"; forward: what
-    computes gradients in the backward."""
+class SavedGradients(typing.NamedTuple):
+    """What the autograd Function of a loss saves where the forward has made the gradients.
+    loss_scale: scalars, where float16's gradients are times a factor that the backward divides out;
+    forward: what computes other gradients than the loss's in the backward."""
 
     loss_scale: Optional
     grad_input: Optional
@@ -274,18 +284,11 @@ def _records_in(kind):
     return [(i, annotation) for i, annotation in annotations if annotation in NESTED]
 
 
-@functools.cache
-def _length(kind):
-    """The number of values of a flat record of this class."""
-    nested = [annotation for _, annotation in _records_in(kind)]
-    return len(kind._fields) - len(nested) + sum(map(_length, nested))
-
-
 def flat(record):
-    """The values of a record, those of records in it in their place."""
+    """The values of a record, those of a record in it in its place."""
     values = list(record)
     for i, _ in reversed(_records_in(type(record))):
-        values[i : i + 1] = flat(values[i])
+        values[i : i + 1] = values[i]
     return values
 
 
@@ -293,8 +296,8 @@ def read(kind, values):
     """The record of this class whose `flat` is `values`, but for defaults at its end."""
     values = list(values)
     for i, nested in _records_in(kind):
-        end = i + _length(nested)
-        values[i:end] = [read(nested, values[i:end])]
+        end = i + len(nested._fields)
+        values[i:end] = [nested(*values[i:end])]
     return kind(*values)
 
 

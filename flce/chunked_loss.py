@@ -10,7 +10,8 @@ from torch.utils import _pytree
 
 from . import calls, class_losses, composite, fakes, functional, validate
 from .accumulate import Accumulator
-from .autograd import LinearCrossEntropy
+from .autograd import ScaledGradients
+from .modes import autocast_code
 from .options import (
     GRADIENTS,
     WIDE_SUM_CHUNKS,
@@ -113,7 +114,7 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, output
         check_offsets(cu_seqlens)
         bounds = cu_seqlens.tolist()
     tokens = math.prod(input.shape[:-1])
-    dtype = gemm_dtype(composite.autocast_code(input), input.dtype, linear_weight.dtype)
+    dtype = gemm_dtype(autocast_code(input.device), input.dtype, linear_weight.dtype)
     rows = _rows_of_chunk(rows, tokens, operands, dtype, options)
     parts = list(_parts(tokens, rows, bounds))
     del options["max_memory"]
@@ -336,7 +337,7 @@ class _Chunks:
             self.rows["temperature"] = temperature.reshape(-1)
         if options["gradient_seed"] is not None or options["gradient"] == "sampled":
             # One draw for all chunks: a row's number in it is that among all rows.
-            options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], input)
+            options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], input.device)
 
     def _logprobs(self, part):
         """The log-probabilities and the entropy of the rows `part`, and what has these rows."""
@@ -395,14 +396,13 @@ class _Chunks:
     def differentiable(self, total):
         """`total`, whose backward multiplies the gradients by grad_output."""
         total, parts = total.detach(), []
-        options = calls.CallOptions(None, None, split({})[0].integers_with(), ())
         for names, accumulator in ((_OPERANDS[:3], self.accumulator), ((*_OPERANDS[3:], ""), None)):
             if not self.needs.isdisjoint(names):
                 value = torch.zeros_like(total) if parts else total
                 gradients = dict(zip(GRADIENTS, map(self._gradient, names), strict=True))
                 outputs = calls.ForwardOutputs(value, **gradients)
-                of_call = outputs, calls.ForwardTensors(), options, ("loss",), accumulator
-                parts += LinearCrossEntropy.apply(*map(self.operands.get, names), *of_call)
+                leaves = map(self.operands.get, names)
+                parts.append(ScaledGradients.apply(*leaves, outputs, None, True, accumulator))
         return sum(parts[1:], parts[0])
 
 

@@ -8,7 +8,9 @@ import typing
 import torch
 
 from . import composite, validate
+from .modes import is_traced
 from .options import RETURNS, defaults, ignore_index_of
+from .outputs import mean_of
 
 _DEFAULTS = {**defaults(), **dict.fromkeys(RETURNS, False)}
 
@@ -55,7 +57,7 @@ def _logprobs_of_classes(made, at):
 
 def logprobs_at(call, input, linear_weight, ids, options, tail=False, caller=None):
     """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `caller`:
-    see composite.ShardedCall, where another function than that calls it."""
+    see sharding.ShardedCall, where another function than that calls it."""
     validate.check_flag("tail", tail)
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
@@ -136,7 +138,7 @@ class RowLosses(typing.NamedTuple):
             meaning = ", a number for each row of input"
             validate.check_vector("token_weight", factor, shape, "input", input, meaning)
         if items is not None:
-            items = validate.num_items_tensor(items, reduction, input)
+            items = validate.num_items_tensor(items, reduction, input.device, input.dtype)
         return cls(reduction, factor, items)
 
     def reduced(self, rows, ignored):
@@ -148,7 +150,7 @@ class RowLosses(typing.NamedTuple):
             return rows if self.reduction == "none" else rows.sum()
         valid = (~ignored).sum().to(rows.dtype)
         items = self.num_items
-        if type(items) is torch.Tensor and not composite.is_traced():
+        if type(items) is torch.Tensor and not is_traced():
             if items.is_cpu or validate.checks_values():
                 validate.check_items(items, valid)
-        return composite.mean_of(rows.sum(), valid, items)
+        return mean_of(rows.sum(), valid, items)

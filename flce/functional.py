@@ -1,15 +1,15 @@
 """The public functions: loss of a linear head, loss of given logits, log-probabilities."""
 
 import numbers
+import typing
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import accumulate, class_losses, composite, validate
+from . import accumulate, class_losses, composite, sharding, validate
 from . import options as table
+from .modes import autocast_code
 
-# Set by flce.distributed: (operands, options) of a call with DTensors, as local tensors.
-local_call = None
 _RETURNS = dict.fromkeys(table.RETURNS, False)
 _ALL = {**table.defaults(), **_RETURNS}
 _OF_LOGITS = {**table.defaults("of_logits"), **_RETURNS}
@@ -20,46 +20,60 @@ _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
 OF_LOGPROBS = {name: value for name, value in table.defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_OF_LINEAR = ("input", "linear_weight", "target")
-_OPERANDS = {"linear_cross_entropy": _OF_LINEAR, "cross_entropy": ("logits", "target")}
 # What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
-_OPTIONAL = {"teacher_bias"} | table.TENSORS - {"num_items", "gradient_seed"}
-_KERNELS = {
-    "linear_cross_entropy": composite.linear_cross_entropy_of,
-    "linear_divergence": composite.linear_divergence_of,
-    "cross_entropy": composite.cross_entropy_of,
-}
+_OPTIONAL = {"teacher_weight", "teacher_bias", "teacher_temperature"}
+_OPTIONAL |= table.TENSORS - {"num_items", "gradient_seed"}
 
 
-def _call(name, known, operands, options, caller=None):
-    """The loss, or the loss with the wanted outputs: directly, or through the composite operator
-    if the call is traced or transformed. `known`: the options that the function has; `caller`:
-    see composite.ShardedCall."""
-    if not known.keys() >= options.keys():
-        table.check_names(name, known, options)
+class Function(typing.NamedTuple):
+    """A public function whose call is one call of the core.
+
+    public: the function. operands: the names of the tensors before its options. options: those that
+    it has, with their defaults. run: the function of composite that computes it. operator: that of
+    torch.ops.flce, for calls that are traced or transformed.
+    """
+
+    public: typing.Callable
+    operands: tuple
+    options: dict
+    run: typing.Callable
+    operator: str
+
+    def tensors(self, operands):
+        """The operands by name, without a list of numbers at their end."""
+        names, tensors = self.operands, dict(zip(self.operands, operands, strict=False))
+        if tensors.get("teacher_weight", 0) is None:  # a teacher of logits
+            names = ["teacher_logits" if name == "teacher_input" else name for name in names]
+        return dict(zip(names, tensors.values(), strict=True))
+
+
+def _call(function, operands, options, caller=None):
+    """The loss, or the loss with the wanted outputs: directly, or through the operator if the call
+    is traced or transformed. `function`: a Function; `caller`: see sharding.ShardedCall."""
+    if not function.options.keys() >= options.keys():
+        table.check_names(function.operator, function.options, options)
     kinds = (*map(type, operands), *map(type, options.values()))
     if strange := [kind for kind in kinds if kind not in _PLAIN]:
         others = any(issubclass(kind, torch.Tensor) for kind in strange)
         if others and isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
-            return handle_torch_function(_PUBLIC[name], operands[:1], *operands, **options)
-        _check_tensors(name, operands, options)
+            return handle_torch_function(function.public, operands[:1], *operands, **options)
+        _check_tensors(function, operands, options)
         if others and any(map(validate.is_dtensor, (*operands, *options.values()))):
-            operands, options = local_call(name, operands, options)
+            operands, options = sharding.hooks().local_call(function, operands, options)
     if options.get("options") is not None:
         options = with_torch_options(operands[1], options)
-    gets_gradient = torch.is_grad_enabled() and operands[1].requires_grad
     of_call = {} if caller is None else {"caller": caller}
-    if options.get("accumulate_into") is not None and gets_gradient:
+    if options.get("accumulate_into") is not None and _trains(operands[1]):
         accumulate.refuse_tracing()
         # torch.compile would trace it after the graph break at refuse_tracing.
-        return _result(validate.untraced(_KERNELS[name])(*operands, options, **of_call))
+        return validate.untraced(function.run)(*operands, options, **of_call)
     if torch.compiler.is_compiling() or validate.function_transforms_are_on():
-        return _result(_through_operator(name, operands, options))
-    return _result(_KERNELS[name](*operands, options, **of_call))
+        return _through_operator(function, operands, options)
+    return function.run(*operands, options, **of_call)
 
 
-def _result(made):
-    return made[0] if len(made) == 1 else table.LinearCrossEntropyOutput(*made)
+def _trains(weight):
+    return torch.is_grad_enabled() and weight.requires_grad
 
 
 def part_from(first_token):
@@ -69,26 +83,20 @@ def part_from(first_token):
 
     def call(*operands, caller=None, **options):
         of_part = {"first_token": first_token, "caller": caller}
-        return _result(composite.linear_cross_entropy_of(*operands, options, **of_part))
+        return composite.linear_cross_entropy_of(*operands, options, **of_part)
 
     return call
 
 
-def _check_tensors(name, operands, options):
+def _check_tensors(function, operands, options):
     """TypeError for an operand, or an option of _OPTIONAL, that is no tensor. A plain tensor
     that is not dense is refused where an operator fails (operators.py)."""
-    names, given = _OPERANDS.get(name), options
-    if name == "linear_divergence":
-        teacher_weight, teacher_bias = operands[4:6]
-        of_teacher = ("teacher_input", "teacher_weight")
-        names = (*_OF_LINEAR, *(("teacher_logits",) if teacher_weight is None else of_teacher))
-        given = {"teacher_bias": teacher_bias, **options}
-    for operand, value in zip(names, operands, strict=False):
-        if type(value) not in _PLAIN:
-            validate.check_tensor(operand, value)
-    for option, value in given.items():
-        if option in _OPTIONAL and value is not None and type(value) not in _PLAIN:
-            validate.check_tensor(option, value)
+    tensors = function.tensors(operands)
+    tensors |= {name: value for name, value in options.items() if name in _OPTIONAL}
+    for name, value in tensors.items():
+        is_absent = value is None and name in _OPTIONAL
+        if not is_absent and type(value) not in _PLAIN:
+            validate.check_tensor(name, value)
 
 
 def _has_override(tensor):
@@ -118,7 +126,7 @@ def with_torch_options(linear_weight, options):
         options["accum_dtype"] = given.acc_dtype
     elif options.get("accum_dtype") is None:
         table.code_of("linear_weight", linear_weight.dtype)
-        autocast = composite.autocast_code(linear_weight)
+        autocast = autocast_code(linear_weight.device)
         options["accum_dtype"] = table.gemm_dtype(autocast, linear_weight.dtype)
     if (rows := given.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
@@ -133,42 +141,48 @@ def with_torch_options(linear_weight, options):
 
 def _schema_options(operands, options):
     """The options that torch.ops.flce's operators take, converted to the types of their schemas."""
-    given = {option: value for option, value in options.items() if option in _IN_SCHEMA}
+    in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
     for option in ("ignore_index", *table.NUMBERS):
-        if isinstance(value := given.get(option), torch.Tensor):
+        if isinstance(value := in_schema.get(option), torch.Tensor):
             if option == "temperature":  # a traced value cannot become a number
-                given["token_temperature"] = given.pop(option)
+                in_schema["token_temperature"] = in_schema.pop(option)
             else:
-                given[option] = value.item()
-    if isinstance(given.get("num_items"), numbers.Real):
-        reduction = given.get("reduction", "mean")
-        given["num_items"] = validate.num_items_tensor(given["num_items"], reduction, operands[0])
-    if given.get("gradient_seed") is not None:
-        given["gradient_seed"] = validate.seed_tensor(given["gradient_seed"], operands[0])
-    if given.get("max_memory") is not None:
-        given["max_memory"] = table.parse_bytes(given["max_memory"])
-    if isinstance(bound := given.get("valid_bound"), str):
+                in_schema[option] = value.item()
+    if isinstance(in_schema.get("num_items"), numbers.Real):
+        reduction = in_schema.get("reduction", "mean")
+        in_schema["num_items"] = validate.num_items_tensor(
+            in_schema["num_items"], reduction, operands[0].device, operands[0].dtype
+        )
+    if in_schema.get("gradient_seed") is not None:
+        in_schema["gradient_seed"] = validate.seed_tensor(
+            in_schema["gradient_seed"], operands[0].device
+        )
+    if in_schema.get("max_memory") is not None:
+        in_schema["max_memory"] = table.parse_bytes(in_schema["max_memory"])
+    if isinstance(bound := in_schema.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
-    if given.get("vocab_parallel") is not None:
-        given["vocab_parallel"] = table.text_of(given["vocab_parallel"])
-    return given
+    if in_schema.get("vocab_parallel") is not None:
+        in_schema["vocab_parallel"] = table.text_of(in_schema["vocab_parallel"])
+    return in_schema
 
 
-def _through_operator(name, operands, options):
+def _through_operator(function, operands, options):
     """The outputs of torch.ops.flce's operator."""
-    given = _schema_options(operands, options)
+    in_schema = _schema_options(operands, options)
     returns = {name: options.get(name, False) for name in table.RETURNS}
     if returns["return_entropy"] == "detached":
-        returns["return_entropy"] = given["detach_entropy"] = True
+        returns["return_entropy"] = in_schema["detach_entropy"] = True
     for option, value in returns.items():
         validate.check_flag(option, value)
-    topk, has_classes = given.get("topk", 0), given.get("classes") is not None
+    topk, has_classes = in_schema.get("topk", 0), in_schema.get("classes") is not None
     wanted = *returns.values(), has_classes or topk, topk
     if not any(wanted):
-        return (getattr(torch.ops.flce, name)(*operands, **given),)
-    loss, *made = getattr(torch.ops.flce, f"{name}_outputs")(*operands, **given, **returns)
-    return loss, *(value if want else None for value, want in zip(made, wanted, strict=True))
+        return getattr(torch.ops.flce, function.operator)(*operands, **in_schema)
+    operator = getattr(torch.ops.flce, f"{function.operator}_outputs")
+    loss, *outputs = operator(*operands, **in_schema, **returns)
+    pairs = zip(outputs, wanted, strict=True)
+    return table.LinearCrossEntropyOutput(loss, *(value if want else None for value, want in pairs))
 
 
 def linear_cross_entropy(input, linear_weight, target, **options):
@@ -273,16 +287,16 @@ def linear_cross_entropy(input, linear_weight, target, **options):
     >>> torch.testing.assert_close(loss, eager)
     """
     if isinstance(target, tuple) and len(target) == 2:
-        target = [validate.local_replica("target", one) for one in target]
+        target = [validate.local_replica("target", tensor) for tensor in target]
         options = table.completed("linear_cross_entropy", _ALL, with_local_factors(options))
         return class_losses.of_sparse_target(composed_call, input, linear_weight, *target, options)
-    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options)
+    return _call(_LINEAR_CROSS_ENTROPY, (input, linear_weight, target), options)
 
 
 def composed_call(input, linear_weight, target, *, caller, **options):
     """linear_cross_entropy of a class target, for a function that is composed of it; `caller`:
-    see composite.ShardedCall."""
-    return _call("linear_cross_entropy", _ALL, (input, linear_weight, target), options, caller)
+    see sharding.ShardedCall."""
+    return _call(_LINEAR_CROSS_ENTROPY, (input, linear_weight, target), options, caller)
 
 
 def with_local_factors(options):
@@ -312,12 +326,12 @@ def cross_entropy(logits, target, **options):
     >>> flce.cross_entropy(torch.zeros(3, 8), torch.tensor([1, -100, 7])).exp()
     tensor(8.)
     """
-    return _call("cross_entropy", _OF_LOGITS, (logits, target), options)
+    return _call(_CROSS_ENTROPY, (logits, target), options)
 
 
 def divergence_of(*operands, **options):
     """flce.linear_divergence of the arguments that its operator takes."""
-    return _call("linear_divergence", OF_DIVERGENCE, operands, options)
+    return _call(_LINEAR_DIVERGENCE, operands, options)
 
 
 OF_DIVERGENCE = {name: _ALL[name] for name in table.OF_DIVERGENCE}
@@ -424,8 +438,25 @@ def logprobs_of(
     return -output.loss, output.entropy, top
 
 
-_PUBLIC = {"linear_cross_entropy": linear_cross_entropy, "cross_entropy": cross_entropy}
-_PUBLIC["linear_divergence"] = divergence_of
+_OF_LINEAR = ("input", "linear_weight", "target")
+_OF_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_temperature")
+_LINEAR_CROSS_ENTROPY = Function(
+    linear_cross_entropy,
+    _OF_LINEAR,
+    _ALL,
+    composite.linear_cross_entropy_of,
+    "linear_cross_entropy",
+)
+_LINEAR_DIVERGENCE = Function(
+    divergence_of,
+    _OF_LINEAR + _OF_TEACHER,
+    OF_DIVERGENCE,
+    composite.linear_divergence_of,
+    "linear_divergence",
+)
+_CROSS_ENTROPY = Function(
+    cross_entropy, ("logits", "target"), _OF_LOGITS, composite.cross_entropy_of, "cross_entropy"
+)
 table.show_options(linear_cross_entropy, _ALL)
 table.show_options(cross_entropy, _OF_LOGITS)
 table.show_options(linear_logprobs, OF_LOGPROBS)

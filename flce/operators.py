@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from . import torch_private
+from . import sharding, torch_private
 from ._C import read_environment
 from .validate import check_tensor, refusal
 
@@ -44,8 +44,8 @@ def run_plain(op, *args, **kwargs):
     except Exception as error:
         if found := _FAILURE.search(str(error)):
             raise refusal(_EXCEPTIONS[found[1]](found[2])) from None
-        if "flce: exchange failed: " in str(error) and pending_error is not None:
-            _raise_pending(pending_error(str(error)))
+        if "flce: exchange failed: " in str(error):
+            _raise_pending(sharding.hooks().pending_error(str(error)))
         if not hasattr(error, "is_flce_refusal"):
             _refuse_operands(op, args, error)
         raise
@@ -88,8 +88,6 @@ def _define_graph_variant(name):
     _graph_variants[op] = getattr(inner, variant).default
 
 
-# Set by flce.distributed: the exception that has ended a collective of this thread, or None.
-pending_error = None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _graph_variants = {}
 for _name in ("forward", "divergence", "backward", "scaled"):

@@ -224,14 +224,54 @@ LAYOUT = 10  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
 # layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
 (*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
-GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 # From so many chunks on the weight's gradient is summed in float32 by default (csrc/flce.h).
 WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
-# What a call adds to the options, by default: dtype of autocast, size of an adapter's join, global
-# state.
-OF_CALL = {"max_memory": 1 << 30, "kept_memory": 1 << 30, "saves_memory": 0, "autocast": -1}
-OF_CALL |= dict.fromkeys(("frozen_hidden", "accumulates", "traced", "class_gradient"), 0)
-OF_CALL |= dict.fromkeys((*GRADIENTS, "allow_tf32"), 0)
+
+
+class Memory(typing.NamedTuple):
+    """max_memory and kept_memory of csrc/problem.h, in bytes; saves_memory: whether they are the
+    defaults."""
+
+    max_memory: int = 1 << 30
+    kept_memory: int = 1 << 30
+    saves_memory: bool = False
+
+
+class Gradients(typing.NamedTuple):
+    """Which gradients are wanted."""
+
+    grad_input: bool = False
+    grad_weight: bool = False
+    grad_bias: bool = False
+
+
+GRADIENTS = Gradients._fields
+
+
+class OfCall(typing.NamedTuple):
+    """What a call adds to the options in the list of integers.
+
+    gradients: those that the operator makes. autocast: the index in DTYPES of the dtype to which it
+    casts, or -1. frozen_hidden: columns of the weight without a gradient, with an adapter.
+    accumulates: whether the weight's gradient is added to an attribute of it. class_gradient:
+    whether logits of classes are outputs.
+    """
+
+    memory: Memory = Memory()
+    gradients: Gradients = Gradients()
+    autocast: int = -1
+    frozen_hidden: int = 0
+    accumulates: bool = False
+    traced: bool = False
+    class_gradient: bool = False
+    allow_tf32: bool = False
+
+    def values(self):
+        """By the names of the list of integers."""
+        values = self._asdict()
+        return {**values.pop("memory")._asdict(), **values.pop("gradients")._asdict(), **values}
+
+
 # Of a flce.VocabParallel.
 SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
 NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
@@ -364,29 +404,24 @@ class Packed:
         values["first_token"] = 0
         self._values, self._lists = values, {}
 
-    def integers_with(self, *first, **of_call):
-        """The list of integers; `first`, `of_call`: the first values of OF_CALL, some by name."""
-        first = dict(zip(OF_CALL, first, strict=False))
-        return self.integers(*{**OF_CALL, **first, **of_call}.values())
-
     def memory(self, device):
-        """max_memory and kept_memory (problem.h), and whether they are the defaults."""
-        given = self.max_memory
-        if given is None and (text := getenv("FLCE_MAX_MEMORY")):
-            given = parse_bytes(text, "FLCE_MAX_MEMORY")
-        if given is not None:
-            return given, given, False
-        return default_memory(device), share_of_memory(device), True
+        """The Memory of a call on this device."""
+        max_memory = self.max_memory
+        if max_memory is None and (text := getenv("FLCE_MAX_MEMORY")):
+            max_memory = parse_bytes(text, "FLCE_MAX_MEMORY")
+        if max_memory is not None:
+            return Memory(max_memory, max_memory, False)
+        return Memory(default_memory(device), share_of_memory(device), True)
 
-    def integers(self, *of_call):
-        """The list of integers; `of_call`: the values of OF_CALL."""
-        found = self._lists.get(of_call)
-        if found is None:
-            values = self._values | dict(zip(OF_CALL, of_call, strict=True))
-            found = (*(int(values[name]) for name in INTEGERS), LAYOUT)
+    def integers(self, of_call):
+        """The list of integers, with the values of an OfCall."""
+        integers = self._lists.get(of_call)
+        if integers is None:
+            values = self._values | of_call.values()
+            integers = (*(int(values[name]) for name in INTEGERS), LAYOUT)
             if len(self._lists) < 64:
-                self._lists[of_call] = found
-        return found
+                self._lists[of_call] = integers
+        return integers
 
 
 _DEFAULT = Packed(_PACKED)
@@ -430,11 +465,12 @@ def _split_scalar(name, value, tensors, items):
 
 
 def replaced(integers, **values):
-    """`integers` with other values by name."""
-    found = list(integers)
+    """`integers` with other values by name; one of CHOICES as text or as its index."""
+    changed = list(integers)
     for name, value in values.items():
-        found[_INDEX[name]] = int(value)
-    return tuple(found)
+        code = CHOICES[name].index(value) if type(value) is str else int(value)
+        changed[_INDEX[name]] = code
+    return tuple(changed)
 
 
 def value_of(integers, name):

@@ -151,10 +151,14 @@ def plan(
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
     packed, _ = table.split(options)
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    of_call = {"autocast": codes["dtype"], "accumulates": added >= 0, "grad_bias": bias}
-    of_call |= {"grad_input": grad_input, "grad_weight": grad_weight}
-    of_call["class_gradient"] = "classes" in teacher
-    integers = packed.integers_with(*packed.memory(gpu or device), **of_call)
+    of_call = table.OfCall(
+        memory=packed.memory(gpu or device),
+        gradients=table.Gradients(grad_input, grad_weight, bias),
+        autocast=codes["dtype"],
+        accumulates=added >= 0,
+        class_gradient="classes" in teacher,
+    )
+    integers = packed.integers(of_call)
     options = calls.CallOptions(
         packed.valid_vocab, None, table.replaced(integers, consumes_saved=True), packed.numbers
     )

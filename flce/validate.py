@@ -94,8 +94,13 @@ def check_shape(name, tensor, shape, meaning=""):
 
 
 def check_same_device(name, tensor, first_name, first):
-    if tensor.device != first.device:
-        refuse(name, f"the device of {first_name}, {first.device}", tensor.device)
+    check_device(name, tensor, first_name, first.device)
+
+
+def check_device(name, tensor, first_name, device):
+    """`device`: of the argument `first_name`."""
+    if tensor.device != device:
+        refuse(name, f"the device of {first_name}, {device}", tensor.device)
 
 
 def check_constant(name, tensor):
@@ -112,42 +117,43 @@ def check_vector(name, tensor, shape, first_name, first, meaning=""):
     check_same_device(name, tensor, first_name, first)
 
 
-def seed_tensor(seed, first):
-    """gradient_seed as a 0-d tensor on `first`'s device, drawn if None; does not synchronise."""
+def seed_tensor(seed, device):
+    """gradient_seed as a 0-d tensor on input's device, drawn if None; does not synchronise."""
     if seed is None:
-        return torch.randint(2**63 - 1, (), device=first.device)
+        return torch.randint(2**63 - 1, (), device=device)
     if not isinstance(seed, torch.Tensor):
         check_integer("gradient_seed", seed, -(2**63), 2**63 - 1)
-        return torch.full((), seed, dtype=torch.int64, device=first.device)
+        return torch.full((), seed, dtype=torch.int64, device=device)
     check_tensor("gradient_seed", seed)
     if seed.dtype != torch.int64 or seed.numel() != 1:
         got = f"shape {tuple(seed.shape)} and dtype {seed.dtype}"
         refuse("gradient_seed", "an int, None or a torch.int64 tensor of one element", got)
-    check_same_device("gradient_seed", seed, "input", first)
+    check_device("gradient_seed", seed, "input", device)
     return seed.reshape(())
 
 
-def num_items_tensor(num_items, reduction, first):
-    """The mean's denominator as a 0-d tensor on `first`'s device; does not synchronise."""
+def num_items_tensor(num_items, reduction, device, dtype):
+    """The mean's denominator as a 0-d tensor on the device; does not synchronise. device, dtype: of
+    input or logits."""
     if reduction != "mean":
         expected = f"None with reduction={reduction!r}, which divides by nothing"
         refuse("num_items", expected, num_items)
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if isinstance(num_items, torch.Tensor):
         check_tensor("num_items", num_items)
         if num_items.dim() != 0 or num_items.is_complex():
             got = f"a tensor of shape {tuple(num_items.shape)} and dtype {num_items.dtype}"
             refuse("num_items", "a number or a real 0-d tensor", got)
         check_constant("num_items", num_items)
-        elsewhere = num_items.device != first.device and type(num_items) is torch.Tensor
+        elsewhere = num_items.device != device and type(num_items) is torch.Tensor
         if not (elsewhere and num_items.is_cpu) or is_compiling():
-            return num_items.detach().to(first.device, dtype)
+            return num_items.detach().to(device, dtype)
         # Reading a CPU value does not synchronise; copying it to a GPU would.
-        return torch.full((), num_items.item(), dtype=dtype, device=first.device)
+        return torch.full((), num_items.item(), dtype=dtype, device=device)
     value = check_number("num_items", num_items, "a number or a 0-d tensor")
     if not 0.0 <= value <= torch.finfo(dtype).max:
         refuse("num_items", "a finite number of at least 0", value)
-    return torch.full((), value, dtype=dtype, device=first.device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def checks_values():

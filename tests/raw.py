@@ -1,6 +1,6 @@
 """Builds the arguments of the inner operators (csrc/binding/op.cpp), which are positional."""
 
-from flce.options import CHOICES, GRADIENTS, OF_CALL, OPTIONS, replaced, split
+from flce.options import CHOICES, GRADIENTS, OPTIONS, OfCall, replaced, split
 
 TENSORS = 10  # of flce::forward: input ... num_items, seed, classes
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
@@ -17,7 +17,7 @@ def settings(
     values = {"save": CHOICES["save"].index(save), "max_memory": max_memory, **own}
     values["kept_memory"] = max_memory
     values |= dict(zip(GRADIENTS, grads, strict=True))
-    integers = replaced(packed.integers(*(0,) * len(OF_CALL)), **{"autocast": -1, **values})
+    integers = replaced(packed.integers(OfCall()), **values)
     return valid_vocab, rows, integers, packed.numbers, None
 
 

@@ -42,7 +42,7 @@ def test_records_are_the_operators_arguments(kind):
         assert list(outputs._fields) == [returned.name for returned in schema.returns]
 
 
-@pytest.mark.parametrize("kind", [*RECORDS, calls.Saved])
+@pytest.mark.parametrize("kind", [*RECORDS, calls.SavedGradients])
 def test_reading_is_the_inverse_of_flat(kind):
     values = list(range(len(flat_names(kind))))
     record = calls.read(kind, values)

@@ -12,7 +12,7 @@ import torch
 import flce
 from flce import options as table
 from flce.fakes import describe_sizes
-from flce.options import CHOICES, DTYPES, RETURNS, split
+from flce.options import CHOICES, DTYPES, RETURNS, Gradients, OfCall, split
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
@@ -118,9 +118,8 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
     """As the fakes ask, which know the type of the device alone."""
     dtype = DTYPES.index(options.get("dtype", torch.float32))
     packed, _ = split({name: value for name, value in options.items() if name != "dtype"})
-    memory, wants = packed.memory(torch.device("cpu")), {"grad_input": True, "grad_weight": True}
-    names = ("max_memory", "kept_memory", "saves_memory")
-    integers = packed.integers_with(**dict(zip(names, memory, strict=True)), **wants)
+    memory, wants = packed.memory(torch.device("cpu")), Gradients(True, True)
+    integers = packed.integers(OfCall(memory, wants))
     tokens, hidden, vocab = sizes
     named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}
     found = describe_sizes(None, integers, packed.numbers, **named)
@@ -132,7 +131,7 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
 def test_predictions_alone_keep_no_statistics():
     for name in RETURNS:
         packed, _ = split({name: True})
-        found = describe_sizes(None, packed.integers_with(), packed.numbers)
+        found = describe_sizes(None, packed.integers(OfCall()), packed.numbers)
         assert found.keeps_statistics == (name != "return_predictions")
 
 
@@ -140,7 +139,7 @@ def test_predictions_alone_keep_no_statistics():
 def test_describe_refuses_what_is_no_dtype(wrong):
     packed, _ = split({})
     with pytest.raises(ValueError, match=f"^{[*wrong][0]}: expected the index of a dtype, got"):
-        describe_sizes(None, packed.integers_with(), packed.numbers, **wrong)
+        describe_sizes(None, packed.integers(OfCall()), packed.numbers, **wrong)
 
 
 def test_max_memory_of_the_environment(device, monkeypatch):

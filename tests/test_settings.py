@@ -17,9 +17,9 @@ from flce.options import (
     INTEGERS,
     LAYOUT,
     NUMBERS,
-    OF_CALL,
     OPTIONS,
     RETURNS,
+    OfCall,
     Options,
     defaults,
     split,
@@ -32,7 +32,7 @@ ZERO = torch.zeros(1, dtype=torch.int64)
 
 def test_the_slots_of_cpp_are_those_of_the_table():
     packed, _ = split({})
-    assert sorted([*packed._values, *OF_CALL]) == sorted(INTEGERS)
+    assert sorted([*packed._values, *OfCall().values()]) == sorted(INTEGERS)
     assert set(NUMBERS) == {name for name, row in OPTIONS.items() if "float" in str(row.schema)}
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import flce
-from flce.composite import autocast_dtype
+from flce.modes import autocast_dtype
 from flce.options import DTYPES
 from flce.validate import check_integer, is_equal, refuse
 

@@ -1,11 +1,10 @@
 """A vocabulary sharded over ranks, and DTensors as operands."""
 
-from .. import composite, functional, operators
-from . import collectives, dtensor, parallel
-from .parallel import VocabParallel
+from ..sharding import Hooks, register
+from .collectives import pending_error
+from .dtensor import local_call
+from .parallel import VocabParallel, before_call
 
 __all__ = ["VocabParallel"]
 
-operators.pending_error = collectives.pending_error
-composite.before_sharded_call = parallel.before_call
-functional.local_call = dtensor.local_call
+register(Hooks(before_call, local_call, pending_error))

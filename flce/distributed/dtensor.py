@@ -9,9 +9,6 @@ from .. import validate
 from ..validate import is_dtensor
 from .parallel import VocabParallel
 
-# From teacher_input on, of linear_divergence alone.
-_OPERANDS = ("input", "linear_weight", "target", "teacher_input", "teacher_weight", "teacher_bias")
-_OPERANDS += ("teacher_temperature", "numbers")
 _contiguous = functools.partial(torch.clone, memory_format=torch.contiguous_format)
 _REMEDIES = (
     "FSDP shards a weight over ranks with different tokens, so a sharded weight alone says nothing "
@@ -60,45 +57,66 @@ def _of_dimensions(placement, count):
     return Shard(placement.dim + count) if counts else placement
 
 
-def local_call(name, operands, settings):
-    """`operands` and `settings` of a call with DTensors as those of a call with vocab_parallel."""
+def _allowed_placements(input):
+    """({name: the placements that a DTensor of that name may have, on the mesh of linear_weight},
+    those of any other name). `input`: a DTensor."""
     from torch.distributed.tensor import Replicate, Shard
 
-    names = ("logits", "target") if name == "cross_entropy" else _OPERANDS[: len(operands)]
-    if len(operands) > 4 and operands[4] is None:
-        names = tuple("teacher_logits" if one == "teacher_input" else one for one in names)
-    given = dict(zip(names, operands, strict=True)) | settings
-    first = next(one for one, value in given.items() if is_dtensor(value))
-    if name == "cross_entropy":
+    whole, sharded = Replicate(), Shard(0)
+    allowed = {"input": (whole, sharded)}
+    allowed |= dict.fromkeys(("adapter_input", "teacher_input"), input.placements)
+    allowed |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))
+    allowed |= dict.fromkeys(("teacher_weight", "teacher_bias"), (whole, sharded))
+    allowed["teacher_logits"] = (whole, Shard(-1))  # as a head with a sharded weight gives them
+    return allowed, (whole,)
+
+
+def _check_placement(name, value, mesh, allowed, by_default):
+    """`allowed`, `by_default`: as _allowed_placements returns them."""
+    # What has to be a DTensor; a teacher may be one.
+    fits = value is None or name not in allowed or name.startswith("teacher")
+    placements = allowed.get(name, by_default)
+    if is_dtensor(value):
+        placements = [_of_dimensions(placement, value.dim()) for placement in placements]
+        actual = tuple(_of_dimensions(placement, value.dim()) for placement in value.placements)
+        fits = value.device_mesh == mesh and actual in [(placement,) for placement in placements]
+    if not fits:
+        expected = f"a DTensor with the placement {' or '.join(map(repr, placements))} on {mesh}"
+        validate.refuse(name, f"{expected}, that of linear_weight", shown(value))
+
+
+def _local(value, has_adapter):
+    """The local part of a DTensor; any other value itself."""
+    if not is_dtensor(value):
+        return value
+    local = value.to_local(grad_placements=value.placements)
+    if local.requires_grad and has_adapter:
+        # A gradient of columns: torch < 2.13 replicates one of other strides.
+        local.register_hook(_contiguous)
+    return local
+
+
+def local_call(function, operands, options):
+    """The operands and options of a call with DTensors as those of a call with vocab_parallel.
+    `function`: a functional.Function."""
+    tensors = function.tensors(operands)
+    arguments = tensors | options
+    first = next(name for name, value in arguments.items() if is_dtensor(value))
+    if function.operator == "cross_entropy":
         expected = "a plain tensor, as full_tensor() makes it, or the head's loss of its labels"
         validate.refuse(first, expected, "a DTensor", TypeError)
-    _check_call(given, first)
-    input, weight, *_ = operands
-    mesh, whole, sharded = weight.device_mesh, Replicate(), Shard(0)
-    # Of what has to be a DTensor; a teacher may be one. Others are the same on all ranks.
-    placements = {"input": (whole, sharded)}
-    placements |= dict.fromkeys(("adapter_input", "teacher_input"), input.placements)
-    placements |= dict.fromkeys(("linear_weight", "linear_bias", "adapter_weight"), (sharded,))
-    placements |= dict.fromkeys(("teacher_weight", "teacher_bias"), (whole, sharded))
-    placements["teacher_logits"] = (whole, Shard(-1))  # as a head with a sharded weight gives them
-    for name, value in given.items():
-        allowed = placements.get(name, (whole,))
-        fits = value is None or name not in placements or name.startswith("teacher")
-        if is_dtensor(value):
-            allowed = [_of_dimensions(one, value.dim()) for one in allowed]
-            given_as = tuple(_of_dimensions(one, value.dim()) for one in value.placements)
-            fits = value.device_mesh == mesh and given_as in [(one,) for one in allowed]
-        if not fits:
-            expected = f"a DTensor with the placement {' or '.join(map(repr, allowed))} on {mesh}"
-            validate.refuse(name, f"{expected}, that of linear_weight", shown(value))
-        if is_dtensor(value):
-            given[name] = value.to_local(grad_placements=value.placements)
-            if given[name].requires_grad and given.get("adapter_weight") is not None:
-                # A gradient of columns: torch < 2.13 replicates one of other strides.
-                given[name].register_hook(_contiguous)
+    _check_call(arguments, first)
+    input, weight = arguments["input"], arguments["linear_weight"]
+    mesh, has_adapter = weight.device_mesh, arguments.get("adapter_weight") is not None
+    allowed, local = _allowed_placements(input), {}
+    for name, value in arguments.items():
+        _check_placement(name, value, mesh, *allowed)
+        local[name] = _local(value, has_adapter)
     sequence, ranks = input.placements[0].is_shard(), mesh.size()
     if sequence and (input.dim() < 2 or input.shape[0] % ranks != 0):
         expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"
         validate.refuse("input", expected, f"shape {tuple(input.shape)}")
-    given["vocab_parallel"] = VocabParallel(mesh, vocab=weight.shape[0], sequence=sequence)
-    return tuple(given.pop(name) for name in names), given
+    numbers = operands[len(tensors) :]  # of a divergence
+    options = {name: local[name] for name in options}
+    options["vocab_parallel"] = VocabParallel(mesh, vocab=weight.shape[0], sequence=sequence)
+    return (*(local[name] for name in tensors), *numbers), options

@@ -5,7 +5,8 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from .. import calls, composite, fakes, torch_private, validate
+from .. import calls, fakes, torch_private, validate
+from ..modes import is_traced
 from ..options import (
     CHOICES,
     DIVERGENCES,
@@ -185,7 +186,7 @@ def _of_operator(call):
 
 def _rows_of(call):
     """The rows that an operator computes: a count on CPUs, on GPUs `valid_bound` or None."""
-    if call.options.rows != composite.COUNTED:
+    if call.options.rows != calls.COUNTED:
         return call.options.rows
     ignored = validate.is_equal(call.target, call.options.value("ignore_index"))
     return int((~ignored).sum())
@@ -218,10 +219,10 @@ def _check_common(given):
 
 
 def before_call(sharded):
-    """What the ranks compare before the operator of a composite.ShardedCall runs: their class
+    """What the ranks compare before the operator of a sharding.ShardedCall runs: their class
     ranges, in a group's first call; with FLCE_CHECK=1 in every call, and their options too. A
     traced call compares nothing."""
-    if composite.is_traced():
+    if is_traced():
         inductor.order_exchanges()
         return
     call, options = sharded.call, sharded.call.options

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
-from ..composite import autocast_dtype
+from ..modes import autocast_dtype
 from ..validate import is_dtensor
 from . import steps
 from .reentry import fusion_in, inside

@@ -1,6 +1,6 @@
 """Operands as a framework's own loss casts them."""
 
-from flce.composite import autocast_dtype
+from flce.modes import autocast_dtype
 
 
 def in_dtype_of(hidden, tensor):

@@ -6,8 +6,8 @@ import types
 import torch
 
 import flce
-from flce.composite import autocast_dtype
 from flce.functional import ENTROPIES
+from flce.modes import autocast_dtype
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
