@@ -76,33 +76,33 @@ class Accumulator:
         flce::backward must create .grad. Runs in a backward, before anything is written."""
         self._check_weight()
         weight, name = self.weight, f"linear_weight.{self.attribute}"
-        found = getattr(weight, self.attribute, None)
-        if found is None and self.attribute == "grad":
+        target = getattr(weight, self.attribute, None)
+        if target is None and self.attribute == "grad":
             if getattr(weight, "grad_dtype", weight.dtype) in (weight.dtype, None):
                 return None
             raise ValueError(f"linear_weight.grad_dtype: expected {weight.dtype} for {_NAME}")
-        if not isinstance(found, torch.Tensor):
-            refuse(name, f'a tensor for {_NAME}="main_grad"', type(found).__name__)
-        if torch_private.is_traceable_wrapper_subclass(found) or found.layout != torch.strided:
-            got = f"{type(found).__name__} of layout {found.layout}"
+        if not isinstance(target, torch.Tensor):
+            refuse(name, f'a tensor for {_NAME}="main_grad"', type(target).__name__)
+        if torch_private.is_traceable_wrapper_subclass(target) or target.layout != torch.strided:
+            got = f"{type(target).__name__} of layout {target.layout}"
             refuse(name, "a plain dense tensor", got)
         widens = self.attribute == "main_grad" and weight.dtype.itemsize == 2
         dtypes = (weight.dtype, torch.float32) if widens else (weight.dtype,)
-        if found.dtype not in dtypes:
-            refuse(name, f"dtype {' or '.join(map(str, dtypes))}", found.dtype)
-        validate.check_shape(name, found, weight.shape)
-        validate.check_same_device(name, found, "linear_weight", weight)
-        if found.is_neg():
+        if target.dtype not in dtypes:
+            refuse(name, f"dtype {' or '.join(map(str, dtypes))}", target.dtype)
+        validate.check_shape(name, target, weight.shape)
+        validate.check_same_device(name, target, "linear_weight", weight)
+        if target.is_neg():
             refuse(name, "a tensor that holds its values", "a view that negates them (is_neg)")
-        if not found.is_contiguous():
-            refuse(name, "a contiguous tensor", f"strides {found.stride()}")
-        begins = found.data_ptr(), weight.data_ptr()
-        if all(begins) and max(begins) < min(begins[0] + found.nbytes, begins[1] + weight.nbytes):
+        if not target.is_contiguous():
+            refuse(name, "a contiguous tensor", f"strides {target.stride()}")
+        begins = target.data_ptr(), weight.data_ptr()
+        if all(begins) and max(begins) < min(begins[0] + target.nbytes, begins[1] + weight.nbytes):
             refuse(name, "memory of its own", "that of linear_weight")
-        if found.requires_grad or found.is_inference():
-            kind = "an inference tensor" if found.is_inference() else "one that requires grad"
+        if target.requires_grad or target.is_inference():
+            kind = "an inference tensor" if target.is_inference() else "one that requires grad"
             refuse(name, "a tensor that may be written to", kind)
-        return found
+        return target
 
     def should_accumulate(self, node):
         """Whether the running backward should accumulate: not if it computes only other leaves'

@@ -16,20 +16,20 @@ def joined(input, linear_weight, tensors, packed, autocast):
     linear_weight does not require grad, only adapter_weight's gradient is computed. autocast: the
     index in DTYPES of the dtype to which autocast casts the operands, or -1.
     """
-    given = {"input": input, "linear_weight": linear_weight}
-    given |= {name: tensors.get(name) for name in ("adapter_input", "adapter_weight")}
-    for name, tensor in given.items():
+    operands = {"input": input, "linear_weight": linear_weight}
+    operands |= {name: tensors.get(name) for name in ("adapter_input", "adapter_weight")}
+    for name, tensor in operands.items():
         validate.check_tensor(name, tensor)
         code_of(name, tensor.dtype)
     trains = torch.is_grad_enabled() and linear_weight.requires_grad
     if packed.accumulate_into is not None and trains:
         got = repr(packed.accumulate_into)
         validate.refuse("accumulate_into", "None with an adapter_weight", got)
-    casts = autocast >= 0 and all(tensor.dtype != torch.float64 for tensor in given.values())
-    _check(given, casts)
+    casts = autocast >= 0 and all(tensor.dtype != torch.float64 for tensor in operands.values())
+    _check(operands, casts)
     if casts:
-        given = {name: tensor.to(DTYPES[autocast]) for name, tensor in given.items()}
-    x, w, u, low_rank = given.values()
+        operands = {name: tensor.to(DTYPES[autocast]) for name, tensor in operands.items()}
+    x, w, u, low_rank = operands.values()
     padding = -x.shape[-1] % _ALIGNMENT
     rows = torch.cat((x, x.new_zeros((*x.shape[:-1], padding)), u), dim=-1)
     with torch.set_grad_enabled(trains):
@@ -39,9 +39,9 @@ def joined(input, linear_weight, tensors, packed, autocast):
     return rows, weight, tensors["adapter_weight"], x.shape[-1] + padding
 
 
-def _check(given, casts):
+def _check(operands, casts):
     """`casts`: whether autocast casts the operands."""
-    x, w, u, low_rank = given.values()
+    x, w, u, low_rank = operands.values()
     fakes.check_operands(x, w)
     if low_rank.dim() != 2 or low_rank.shape[0] != w.shape[0] or low_rank.shape[1] < 1:
         expected = f"shape ({w.shape[0]}, r) with r of at least 1"
@@ -49,8 +49,8 @@ def _check(given, casts):
     validate.check_shape("adapter_input", u, (*x.shape[:-1], low_rank.shape[1]))
     pairs = {"adapter_input": "input", "adapter_weight": "linear_weight", "linear_weight": "input"}
     for name, first in pairs.items():
-        validate.check_same_device(name, given[name], "input", x)
-        own, expected = given[name].dtype, given[first].dtype
-        if own != expected and not casts:
-            got = f"{own}; torch.autocast casts the operands where none is torch.float64"
+        validate.check_same_device(name, operands[name], "input", x)
+        dtype, expected = operands[name].dtype, operands[first].dtype
+        if dtype != expected and not casts:
+            got = f"{dtype}; torch.autocast casts the operands where none is torch.float64"
             validate.refuse(name, f"the dtype of {first}, {expected}", got, TypeError)

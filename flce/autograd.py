@@ -26,13 +26,13 @@ def _register_autograd(name, apply, call=None):
 
 
 def _differentiable(op, apply, call, *args):
-    made = run(op, *args)
+    outputs = run(op, *args)
     if not (torch.is_grad_enabled() and torch_private.any_requires_grad(*args)):
-        return made
+        return outputs
     if call is None:
-        return apply(made, *args)
-    _, outputs = calls.OPERATORS[call]
-    return apply(calls.read(outputs, made), calls.read(call, args))
+        return apply(outputs, *args)
+    _, kind = calls.OPERATORS[call]
+    return apply(calls.read(kind, outputs), calls.read(call, args))
 
 
 def refuse_double_backward():
@@ -46,8 +46,8 @@ class _Refuse(torch.autograd.Function):
     """For a backward operator: its own gradient (double backward) is refused."""
 
     @staticmethod
-    def forward(ctx, made, *args):
-        return made
+    def forward(ctx, outputs, *args):
+        return outputs
 
     @staticmethod
     def backward(ctx, *_):
@@ -236,7 +236,7 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     adds = bool(ctx.accumulator and wanted[1])
     adds = adds and ctx.accumulator.should_accumulate(ctx.next_functions[1][0])
     may_write = _may_overwrite(ctx)
-    in_place, made = [None] * 3, [None] * 3
+    in_place, results = [None] * 3, [None] * 3
     for i, (name, grad, dtype) in enumerate(zip(GRADIENTS, gradients, ctx.dtypes, strict=True)):
         if not wanted[i]:
             continue
@@ -250,15 +250,15 @@ def _scale_saved(ctx, saved, grad_output, wanted):
         plain = type(grad) is torch.Tensor and type(grad_output) is torch.Tensor
         if may_write and plain and grad.dtype == dtype:
             # A new tensor on the same memory, which autograd may keep as .grad.
-            in_place[i], made[i] = grad, grad.detach()
+            in_place[i], results[i] = grad, grad.detach()
         else:
-            made[i] = run(inner.scaled.default, grad, grad_output, saved.loss_scale, dtype)
+            results[i] = run(inner.scaled.default, grad, grad_output, saved.loss_scale, dtype)
     ctx.overwritten = may_write
     if any(grad is not None for grad in in_place):
         _scale_untracked(*in_place, grad_output, saved.loss_scale)
     if adds:
-        made[1] = ctx.accumulator.add(made[1])
-    return tuple(made)
+        results[1] = ctx.accumulator.add(results[1])
+    return tuple(results)
 
 
 def _run_backward(ctx, strategy, upstream, forward, wanted):

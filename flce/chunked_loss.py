@@ -149,7 +149,7 @@ def _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options):
             refuse(name, f"{_KNOWN.get(name)} with a target (..., K)", repr(value))
     if outputs.tail and not classes:
         refuse("tail", "False without a target (..., K)", outputs.tail)
-    if packed.sequence:
+    if packed.shard.input_is_sharded:
         refuse("vocab_parallel", "sequence=False: a chunk has rows of all ranks", "sequence=True")
     return classes
 
@@ -157,19 +157,19 @@ def _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options):
 def _check_kinds(operands, target, loss_fn, cu_seqlens, outputs, options):
     """Checks what the arguments are: tensors, plain ones, a function, flags; and that no transform
     is active."""
-    given = {"target": target, **operands}
-    for name, tensor in given.items():
+    arguments = {"target": target, **operands}
+    for name, tensor in arguments.items():
         validate.check_tensor(name, tensor)
-    given |= {name: options[name] for name in ("temperature", "gradient_seed")}
-    given["cu_seqlens"] = cu_seqlens
-    for name, value in given.items():
+    arguments |= {name: options[name] for name in ("temperature", "gradient_seed")}
+    arguments["cu_seqlens"] = cu_seqlens
+    for name, value in arguments.items():
         if validate.is_dtensor(value):
             refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
     functional.check_logprobs(target, outputs.entropy)
     validate.check_flag("tail", outputs.tail)
     if not callable(loss_fn):
         refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
-    validate.refuse_transforms(*given.values())
+    validate.refuse_transforms(*arguments.values())
     if validate.function_transforms_are_on():
         validate.refuse_vmap()
 
@@ -187,12 +187,12 @@ def _rows_of_chunk(rows, tokens, operands, dtype, options):
     return max(plan(tokens, input.shape[-1], vocab, save="grads", **call).chunk_rows, 1)
 
 
-def _added(sums, made):
-    """The sums of the chunks so far and of `made`, the [loss] or [loss, values] of the next one."""
+def _added(sums, values):
+    """The sums of the chunks so far and of `values`, [loss] or [loss, values] of the next one."""
     try:
         if sums is None:  # 0 +: new tensors, as loss_fn may write to its own; True counts as 1
-            return _pytree.tree_map(lambda value: 0 + _widened(value), made)
-        return _pytree.tree_map(_sum, sums, made)
+            return _pytree.tree_map(lambda value: 0 + _widened(value), values)
+        return _pytree.tree_map(_sum, sums, values)
     except (TypeError, ValueError) as error:
         expected = "values that can be added, of one structure and of the same shapes in all chunks"
         refuse("loss_fn", expected, error)
@@ -228,8 +228,8 @@ def _parts(tokens, rows, bounds):
         yield slice(begin, end)
 
 
-def _check_graph(value, given):
-    """Refuses a loss whose gradient would reach other tensors than those `given`: it would be
+def _check_graph(value, leaves):
+    """Refuses a loss whose gradient would reach other tensors than those `leaves`: it would be
     lost, because the gradient of a chunk is computed at once."""
     nodes, seen = [torch.autograd.graph.get_gradient_edge(value).node], set()
     while nodes:
@@ -238,7 +238,7 @@ def _check_graph(value, given):
             continue
         seen.add(node)
         leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
-        if leaf is not None and all(leaf is not tensor for tensor in given):
+        if leaf is not None and all(leaf is not tensor for tensor in leaves):
             expected = "a loss whose gradient reaches only the logprobs and entropy of its chunk"
             got = f"one that reaches another leaf, of shape {tuple(leaf.shape)}; detach it"
             refuse("loss_fn", expected, got)
@@ -269,8 +269,8 @@ class _Sum:
         self.total = grad.to(self.dtype) if self.total is None else self.total.add_(grad)
 
     def value(self):
-        made = getattr(self.leaf, self.attribute) if self.attribute else self.total
-        return torch.zeros_like(self.leaf) if made is None else made
+        total = getattr(self.leaf, self.attribute) if self.attribute else self.total
+        return torch.zeros_like(self.leaf) if total is None else total
 
 
 class _Chunks:
@@ -364,10 +364,10 @@ class _Chunks:
         """The list of the loss and the values of the rows `part`; adds to the gradients."""
         outputs, rows = self._logprobs(part)
         cut = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in outputs]
-        made = loss_fn(*cut, part)
-        loss, *values = made if isinstance(made, tuple) and made else (made,)
+        returned = loss_fn(*cut, part)
+        loss, *values = returned if isinstance(returned, tuple) and returned else (returned,)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or len(values) > 1:
-            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(made).__name__
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(returned).__name__
             refuse("loss_fn", "a scalar tensor, or a tuple of it and values", got, TypeError)
         if loss.requires_grad:
             leaves = [t for t in cut if t is not None and t.requires_grad]

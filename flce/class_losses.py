@@ -38,7 +38,7 @@ def _target_of(ids, ignore_index, probabilities=None):
 _LIKELY_NLL = 0.7  # a target with a smaller -log p has a probability of about 1/2 or more
 
 
-def _logprobs_of_classes(made, at):
+def _logprobs_of_classes(outputs, at):
     """log p (..., K) of a call's class_logits; `at`: index of the target among the classes.
 
     The values are l_k - l_y + log p_y, as l_k - lse would have the rounding error of a large lse;
@@ -46,13 +46,13 @@ def _logprobs_of_classes(made, at):
     likely, as the operator computes p_y - 1 without cancellation. Elsewhere it goes through lse:
     through log p_y the classes' gradients would cancel in the target's column.
     """
-    own = made.class_logits.gather(-1, at)
-    nll, lse = made.loss.unsqueeze(-1), made.lse.unsqueeze(-1)
-    from_lse = made.class_logits - lse
-    from_target = made.class_logits - own - nll
-    rounding = (lse - own - nll).detach()  # of lse
+    of_target = outputs.class_logits.gather(-1, at)
+    nll, lse = outputs.loss.unsqueeze(-1), outputs.lse.unsqueeze(-1)
+    from_lse = outputs.class_logits - lse
+    from_target = outputs.class_logits - of_target - nll
+    rounding = (lse - of_target - nll).detach()  # of lse
     finite = torch.where(nll < _LIKELY_NLL, from_target, from_lse + rounding)
-    return torch.where(own.isinf(), from_lse, finite)
+    return torch.where(of_target.isinf(), from_lse, finite)
 
 
 def logprobs_at(call, input, linear_weight, ids, options, tail=False, caller=None):
@@ -63,11 +63,11 @@ def logprobs_at(call, input, linear_weight, ids, options, tail=False, caller=Non
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}
     options["return_tail_lse"] = tail
     caller = caller or {"call": "linear_logprobs_at", "ids": ids, "tail": tail}
-    made = call(input, linear_weight, target, caller=caller, **options)
-    logprobs = _logprobs_of_classes(made, at).masked_fill(absent, 0.0)
+    outputs = call(input, linear_weight, target, caller=caller, **options)
+    logprobs = _logprobs_of_classes(outputs, at).masked_fill(absent, 0.0)
     if not tail:
         return logprobs
-    return torch.cat((logprobs, (made.tail_lse - made.lse).unsqueeze(-1)), dim=-1)
+    return torch.cat((logprobs, (outputs.tail_lse - outputs.lse).unsqueeze(-1)), dim=-1)
 
 
 _NOT_OF_SPARSE = ("weight", "label_smoothing", "shift", "cu_seqlens", "classes", "topk")
@@ -79,9 +79,9 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     functional.py, or a stand-in; `options`: all of linear_cross_entropy, defaults included."""
     caller = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
     for name in _NOT_OF_SPARSE:
-        given = options.pop(name)
-        if isinstance(given, torch.Tensor) or given != _DEFAULTS[name]:
-            validate.refuse(name, f"{_DEFAULTS[name]} with (ids, probabilities)", given)
+        value = options.pop(name)
+        if isinstance(value, torch.Tensor) or value != _DEFAULTS[name]:
+            validate.refuse(name, f"{_DEFAULTS[name]} with (ids, probabilities)", value)
     validate.check_tensor("ids", ids)
     validate.check_tensor("target", probabilities)
     validate.check_constant("target", probabilities)
@@ -90,16 +90,18 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     validate.check_shape("target", probabilities, ids.shape, ", that of the ids")
     validate.check_same_device("target", probabilities, "ids", ids)
     target, at, absent = _target_of(ids, options["ignore_index"], probabilities)
-    own = RowLosses.of_options(options, input, ids.shape[:-1])
+    of_rows = RowLosses.of_options(options, input, ids.shape[:-1])
     z_loss, return_lse = options.pop("z_loss"), options.pop("return_lse")
     options |= {"reduction": "none", "classes": ids, "return_lse": True}
-    made = call(input, linear_weight, target, caller=caller, **options)
+    outputs = call(input, linear_weight, target, caller=caller, **options)
     probabilities = probabilities.masked_fill(absent, 0.0)
-    gaps = -_logprobs_of_classes(made, at).masked_fill(probabilities == 0, 0.0)
-    rows = (probabilities * gaps).sum(dim=-1).to(made.lse.dtype) + z_loss * made.lse.square()
-    loss = own.reduced(rows, absent.all(dim=-1))
-    made = made._replace(loss=loss, class_logits=None, lse=made.lse if return_lse else None)
-    return made if any(value is not None for value in made[1:]) else loss
+    gaps = -_logprobs_of_classes(outputs, at).masked_fill(probabilities == 0, 0.0)
+    rows = (probabilities * gaps).sum(dim=-1).to(outputs.lse.dtype) + z_loss * outputs.lse.square()
+    loss = of_rows.reduced(rows, absent.all(dim=-1))
+    outputs = outputs._replace(
+        loss=loss, class_logits=None, lse=outputs.lse if return_lse else None
+    )
+    return outputs if any(value is not None for value in outputs[1:]) else loss
 
 
 _OF_ROWS = ("reduction", "z_loss", "return_lse")

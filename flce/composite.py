@@ -21,6 +21,7 @@ from .options import (
     Gradients,
     LinearCrossEntropyOutput,
     OfCall,
+    Shard,
     replaced,
     split,
 )
@@ -257,13 +258,22 @@ def _kernel_of(function, names, gives_outputs):
     """`function` as the operator's kernel; an unwanted output is an empty tensor, not None.
     `names`: of the first operands, which must be tensors; torch passes None on."""
 
-    def kernel(*tensors, token_temperature=None, detach_entropy=False, **options):
+    def kernel(
+        *tensors,
+        token_temperature=None,
+        detach_entropy=False,
+        vocab_group=None,
+        vocab_shard=None,
+        **options,
+    ):
         for name, tensor in zip(names, tensors, strict=False):
             validate.check_tensor(name, tensor)
         if token_temperature is not None:
             options["temperature"] = token_temperature
         if detach_entropy:
             options["return_entropy"] = "detached"
+        if vocab_group is not None:
+            options["vocab_parallel"] = Shard.of_operator(vocab_group, vocab_shard or ())
         outputs = function(*tensors, options)
         if isinstance(outputs, torch.Tensor):
             outputs = LinearCrossEntropyOutput(outputs)
@@ -279,7 +289,10 @@ def _register(name, function, operands, options, has_outputs=True):
     """Registers operator `name` and its variant `_outputs`, if it has one. `operands`: of both."""
     typed = {option: row for option, row in options.items() if row.schema}
     arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
-    schema = ", ".join((operands, "*", *arguments, "Tensor? token_temperature=None"))
+    others = ["Tensor? token_temperature=None"]
+    if "vocab_parallel" in options:
+        others += ["str? vocab_group=None", "int[]? vocab_shard=None"]
+    schema = ", ".join((operands, "*", *arguments, *others))
     returns = ", ".join(f"bool {option}=False" for option in (*RETURNS, "detach_entropy"))
     outputs = ", ".join(f"Tensor {output}" for output in ("loss", *OUTPUTS))
     names = re.findall(r"Tensor (\w+)", operands)

@@ -63,10 +63,13 @@ def with_strategy(call):
     """The options of a calls.ForwardCall, with the strategy in place of "auto"."""
     if call.options.choice("save") != "auto":
         return call.options
-    found = described(call, call.options)
-    kept, save = _kept_rows(call.target, call.options.rows), found.many
-    for strategy, limit in ((found.some, found.some_rows), (found.few, found.few_rows)):
-        if strategy != save and _is_at_most(kept, limit):
+    description = described(call, call.options)
+    rows, save = _kept_rows(call.target, call.options.rows), description.many
+    for strategy, limit in (
+        (description.some, description.some_rows),
+        (description.few, description.few_rows),
+    ):
+        if strategy != save and _is_at_most(rows, limit):
             save = strategy
     return call.options.replaced(save=save)
 
@@ -102,12 +105,16 @@ def _fake_loss(target, options, dtype, keeps_statistics):
     return {"loss": loss, "stats": stats, "scalars": scalars, "predictions": predictions}
 
 
-def _fake_gradients(operands, options, found):
+def _fake_gradients(operands, options, description):
     """The calls.Gradients; operands: as of described."""
     input, linear_weight = operands.input, operands.linear_weight
     columns = input.shape[-1] - options.value("frozen_hidden")
     shapes = input.shape, (linear_weight.shape[0], columns), linear_weight.shape[:1]
-    dtypes = found.grad_input_dtype, found.grad_weight_dtype, found.grad_bias_dtype
+    dtypes = (
+        description.grad_input_dtype,
+        description.grad_weight_dtype,
+        description.grad_bias_dtype,
+    )
     return calls.Gradients(
         *(
             input.new_empty(shape, dtype=DTYPES[dtype]) if options.value(name) else None
@@ -135,25 +142,25 @@ def _check_call(call, weight):
 def _fake_forward(call):
     shape = _check_call(call, call.weight)
     options, target, classes = with_strategy(call), call.target, call.classes
-    found = described(call, options)
-    dtype = DTYPES[found.stat_dtype]
-    of_loss = _fake_loss(target, options, dtype, found.keeps_statistics)
+    description = described(call, options)
+    dtype = DTYPES[description.stat_dtype]
+    of_loss = _fake_loss(target, options, dtype, description.keeps_statistics)
     top = logits = saved = None
-    if found.candidates:
-        top = target.new_empty((*rows_shape(target), found.candidates), dtype=torch.int64)
+    if description.candidates:
+        top = target.new_empty((*rows_shape(target), description.candidates), dtype=torch.int64)
     classes = top if classes is None else classes
     if classes is not None:
         check_shape("classes", classes, (*shape, *classes.shape[-1:]))
         check_same_device("classes", classes, "input", call.input)
         logits = classes.new_empty(classes.shape, dtype=dtype)
-    save, gradients = CHOICES["save"][found.many], calls.Gradients(None, None, None)
+    save, gradients = CHOICES["save"][description.many], calls.Gradients(None, None, None)
     if save in ("logits", "samples"):
-        dtype = torch.int32 if found.saved_dtype < 0 else DTYPES[found.saved_dtype]
+        dtype = torch.int32 if description.saved_dtype < 0 else DTYPES[description.saved_dtype]
         saved = call.input.new_empty(
-            (_kept_rows(target, options.rows), found.saved_pitch), dtype=dtype
+            (_kept_rows(target, options.rows), description.saved_pitch), dtype=dtype
         )
     if save == "grads":
-        gradients = _fake_gradients(call, options, found)
+        gradients = _fake_gradients(call, options, description)
     of_call = {**gradients._asdict(), "saved": saved, "class_logits": logits, "top_classes": top}
     return calls.ForwardOutputs(**of_loss, **of_call)
 
@@ -211,9 +218,11 @@ def _fake_divergence(call):
     check_shape(first, teacher.input, (*leading, *teacher.input.shape[-1:]))
     makes_gradients = any(call.options.value(name) for name in GRADIENTS)
     options = call.options.replaced(save="grads" if makes_gradients else "nothing")
-    found = described(call, options, teacher_hidden=1)  # no size depends on the teacher's
-    of_loss = _fake_loss(call.target, options, DTYPES[found.stat_dtype], found.keeps_statistics)
-    gradients = _fake_gradients(call, options, found)
+    description = described(call, options, teacher_hidden=1)  # no size depends on the teacher's
+    of_loss = _fake_loss(
+        call.target, options, DTYPES[description.stat_dtype], description.keeps_statistics
+    )
+    gradients = _fake_gradients(call, options, description)
     return calls.DivergenceOutputs(of_loss["loss"], of_loss["scalars"], **gradients._asdict())
 
 
@@ -280,18 +289,18 @@ def _entries(options):
 def _forward_flops(*args, out_val=None, **_):
     call = calls.read(calls.ForwardCall, args)
     outputs = calls.read(calls.ForwardOutputs, out_val)
-    made = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
-    return _gemm_flops(call.input, call, call.options, 1 + made)
+    gradients = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
+    return _gemm_flops(call.input, call, call.options, 1 + gradients)
 
 
 @register_flop_formula([inner.divergence, inner.graph_divergence], get_raw=True)
 def _divergence_flops(*args, out_val=None, **_):
     call = calls.read(calls.DivergenceCall, args)
     outputs, options = calls.read(calls.DivergenceOutputs, out_val), call.options
-    made = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
+    gradients = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
     entries = _entries(options) if options.choice("gradient") == "sampled" else None
     flops = _gemm_flops(call.input, call, options, 1)
-    flops += _gemm_flops(call.input, call, options, made, entries)
+    flops += _gemm_flops(call.input, call, options, gradients, entries)
     return flops + _gemm_flops(call.teacher.input, call, options, call.teacher.weight is not None)
 
 

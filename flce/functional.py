@@ -102,8 +102,8 @@ def _check_tensors(function, operands, options):
 def _has_override(tensor):
     """Whether its class overrides __torch_function__. Tensor's default needs no call: it only gives
     results the class of the tensor, which the operators do themselves."""
-    own = getattr(type(tensor).__torch_function__, "__func__", None)
-    return own is not _DEFAULT_TORCH_FUNCTION and has_torch_function_unary(tensor)
+    function = getattr(type(tensor).__torch_function__, "__func__", None)
+    return function is not _DEFAULT_TORCH_FUNCTION and has_torch_function_unary(tensor)
 
 
 def with_torch_options(linear_weight, options):
@@ -117,18 +117,18 @@ def with_torch_options(linear_weight, options):
     """
     validate.check_tensor("linear_weight", linear_weight)
     options = dict(options)
-    given = options.pop("options")
+    torch_options = options.pop("options")
     fields = ("acc_dtype", "acc_policy", "batch_chunk_size")
-    if not all(hasattr(given, name) for name in fields):
+    if not all(hasattr(torch_options, name) for name in fields):
         expected = f"torch.nn.LinearCrossEntropyOptions or an object with the fields {fields}"
-        validate.refuse("options", expected, type(given).__name__, TypeError)
-    if options.get("accum_dtype") is None and given.acc_policy != "compact":
-        options["accum_dtype"] = given.acc_dtype
+        validate.refuse("options", expected, type(torch_options).__name__, TypeError)
+    if options.get("accum_dtype") is None and torch_options.acc_policy != "compact":
+        options["accum_dtype"] = torch_options.acc_dtype
     elif options.get("accum_dtype") is None:
         table.code_of("linear_weight", linear_weight.dtype)
         autocast = autocast_code(linear_weight.device)
         options["accum_dtype"] = table.gemm_dtype(autocast, linear_weight.dtype)
-    if (rows := given.batch_chunk_size) is not None:
+    if (rows := torch_options.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
         classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
         size = 8 if linear_weight.dtype == torch.float64 else 4
@@ -162,8 +162,10 @@ def _schema_options(operands, options):
     if isinstance(bound := in_schema.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
-    if in_schema.get("vocab_parallel") is not None:
-        in_schema["vocab_parallel"] = table.text_of(in_schema["vocab_parallel"])
+    if options.get("vocab_parallel") is not None:
+        shard = table.shard_of(options["vocab_parallel"])
+        in_schema["vocab_group"] = shard.group
+        in_schema["vocab_shard"] = list(shard.integers().values())
     return in_schema
 
 

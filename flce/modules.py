@@ -25,10 +25,10 @@ def _check_class_weight(name, tensor, rows, options, device):
         validate.refuse(name, expected, "a tensor")
 
 
-def _keep_options(module, rows, given):
+def _keep_options(module, rows, options):
     """Stores a Module's options, after the checks that need no tensor. `rows`: of its weight;
-    `given`: the constructor's arguments by name."""
-    values = completed(type(module).__name__, _MODULE_OPTIONS, given)
+    `options`: the constructor's arguments by name."""
+    values = completed(type(module).__name__, _MODULE_OPTIONS, options)
     sharded = values["vocab_parallel"] is not None
     composite.check_options(values, rows if sharded else max(rows, 1))
     for name, value in values.items():

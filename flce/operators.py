@@ -42,8 +42,8 @@ def run_plain(op, *args, **kwargs):
         with torch_private.below_autograd():
             return op(*args, **kwargs)
     except Exception as error:
-        if found := _FAILURE.search(str(error)):
-            raise refusal(_EXCEPTIONS[found[1]](found[2])) from None
+        if failure := _FAILURE.search(str(error)):
+            raise refusal(_EXCEPTIONS[failure[1]](failure[2])) from None
         if "flce: exchange failed: " in str(error):
             _raise_pending(sharding.hooks().pending_error(str(error)))
         if not hasattr(error, "is_flce_refusal"):

@@ -36,7 +36,8 @@ class Option(typing.NamedTuple):
     """An option of `flce.linear_cross_entropy`.
 
     default: in the public functions, the operators and the Modules.
-    schema: its type in the schema of torch.ops.flce.linear_cross_entropy; None: not passed to it.
+    schema: its type in the schema of torch.ops.flce.linear_cross_entropy; None: not passed to it,
+    or, as vocab_parallel, under other names.
     of_logits: whether flce.cross_entropy has it too.
     of_module: whether the Modules hold it, as an attribute.
     """
@@ -74,7 +75,7 @@ OPTIONS = {
     "accumulate_into": Option(None, of_module=True),
     "gradient": Option("exact", "str", of_module=True),
     "gradient_eps": Option(2**-6, "float", of_module=True),
-    "vocab_parallel": Option(None, "str?", of_module=True),
+    "vocab_parallel": Option(None, of_module=True),
     # Not of a Module: a fixed seed would repeat one draw in every step.
     "gradient_seed": Option(None, "Tensor?"),
     "classes": Option(None, "Tensor?"),
@@ -153,14 +154,14 @@ def defaults(having=None):
     return {name: option.default for name, option in chosen}
 
 
-def completed(function, known, given):
-    """The options `given` to `function`, completed by the defaults `known` of all that it has."""
-    check_names(function, known, given)
-    return {**known, **given}
+def completed(function, defaults, options):
+    """The `options` to `function`, completed by `defaults`, those of all that it has."""
+    check_names(function, defaults, options)
+    return {**defaults, **options}
 
 
-def check_names(function, known, given):
-    for name in given:
+def check_names(function, known, options):
+    for name in options:
         if name not in known:
             expected = f"expected some of {', '.join(known)}"
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {expected}")
@@ -168,11 +169,15 @@ def check_names(function, known, given):
 
 def show_options(function, options):
     """Lists `options`, names and defaults, in the signature of `function` for its **options."""
-    own = inspect.signature(function).parameters.values()
-    own = [parameter for parameter in own if parameter.kind != inspect.Parameter.VAR_KEYWORD]
+    parameters = inspect.signature(function).parameters.values()
+    parameters = [
+        parameter for parameter in parameters if parameter.kind != inspect.Parameter.VAR_KEYWORD
+    ]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own += [inspect.Parameter(name, keyword, default=value) for name, value in options.items()]
-    function.__signature__ = inspect.Signature(own)
+    parameters += [
+        inspect.Parameter(name, keyword, default=value) for name, value in options.items()
+    ]
+    function.__signature__ = inspect.Signature(parameters)
 
 
 # ---- bytes ----
@@ -272,15 +277,46 @@ class OfCall(typing.NamedTuple):
         return {**values.pop("memory")._asdict(), **values.pop("gradients")._asdict(), **values}
 
 
-# Of a flce.VocabParallel.
-SHARD = ("ranks", "rank", "start", "vocab", "input_is_sharded", "partial_grad_input", "wide_terms")
-NO_SHARD = (0, 0, -1, -1, 0, 0, 0)
+class Shard(typing.NamedTuple):
+    """A flce.VocabParallel as the operators take it: the name of its group, None without one, and
+    integers."""
+
+    group: str | None = None
+    ranks: int = 0
+    rank: int = 0
+    start: int = -1
+    vocab: int = -1
+    input_is_sharded: int = 0
+    partial_grad_input: int = 0
+    wide_terms: int = 0
+
+    def integers(self):
+        """Its integers by name."""
+        values = self._asdict()
+        del values["group"]
+        return values
+
+    @classmethod
+    def of_operator(cls, group, integers):
+        """From the arguments vocab_group and vocab_shard of an operator."""
+        names = NO_SHARD.integers()
+        if len(integers) != len(names):
+            refuse("vocab_shard", f"{len(names)} integers with vocab_group", len(integers))
+        return cls(group, *map(int, integers))
+
+
+NO_SHARD = Shard()
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
 # The options that an operator takes in its lists, or that say what else the call does.
 _PACKED = {name: o.default for name, o in OPTIONS.items() if o.schema != "Tensor?"}
 _PACKED |= dict.fromkeys(RETURNS, False)
 del _PACKED["options"]
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
+
+
+# Those that map the logits of the linear layer to the final ones: parameters of
+# reference.final_logits.
+LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")
 
 
 # Of flce.linear_divergence.
@@ -333,51 +369,40 @@ def gemm_dtype(autocast, *dtypes):
     return dtypes[0] if autocast < 0 or torch.float64 in dtypes else DTYPES[autocast]
 
 
-def text_of(vocab_parallel):
-    """The text of a VocabParallel, as the operators take it."""
-    return getattr(vocab_parallel, "text", vocab_parallel)
-
-
-def _shard(vocab_parallel):
-    """(group, integers of SHARD) from a VocabParallel or its text, (None, those of none) for None.
-    The text is cached with the options."""
-    text = text_of(vocab_parallel)
-    if text is None:
-        return None, NO_SHARD
-    if not isinstance(text, str):
-        refuse("vocab_parallel", "a flce.VocabParallel or None", repr(text), TypeError)
-    group, *integers = text.rsplit("|", len(SHARD))
-    if len(integers) < len(SHARD) or not all(re.fullmatch("-?[0-9]+", i) for i in integers):
-        refuse("vocab_parallel", "the text of a flce.VocabParallel", repr(text))
-    return group, tuple(map(int, integers))
+def shard_of(vocab_parallel):
+    """The Shard of the option: a VocabParallel, a Shard or None."""
+    shard = NO_SHARD if vocab_parallel is None else getattr(vocab_parallel, "shard", vocab_parallel)
+    if not isinstance(shard, Shard):
+        refuse("vocab_parallel", "a flce.VocabParallel or None", repr(shard), TypeError)
+    return shard
 
 
 def all_classes(vocab_parallel, rows):
     """(number of all classes, of ranks) where this rank's linear_weight has `rows` rows."""
-    _, shard = _shard(vocab_parallel)
-    ranks, vocab = max(shard[0], 1), shard[3]
+    shard = shard_of(vocab_parallel)
+    ranks, vocab = max(shard.ranks, 1), shard.vocab
     return (vocab if vocab >= 0 else ranks * rows), ranks
 
 
 class Packed:
     """The options of a call that are no tensors, checked and packed; cached by their values."""
 
-    def __init__(self, given):
-        self.detaches_entropy = given["return_entropy"] == "detached"
-        given = {**given, "return_entropy": self.detaches_entropy or given["return_entropy"]}
-        wanted = self.wanted = Wanted(*(check_flag(name, given[name]) for name in RETURNS))
+    def __init__(self, options):
+        self.detaches_entropy = options["return_entropy"] == "detached"
+        options = {**options, "return_entropy": self.detaches_entropy or options["return_entropy"]}
+        wanted = self.wanted = Wanted(*(check_flag(name, options[name]) for name in RETURNS))
         self.outputs = any(wanted)
         entropy_gradient = wanted.entropy and not self.detaches_entropy
         self.differentiable = wanted.lse or entropy_gradient or wanted.tail_lse
-        self.reduction, self.gradient = given["reduction"], given["gradient"]
-        self.z_loss = given["z_loss"]
-        self.ignore_index = ignore_index_of(given["ignore_index"])
-        self.shift = check_integer("shift", given["shift"], 0)
-        self.topk = check_integer("topk", given["topk"])
-        self.accumulate_into = given["accumulate_into"]
+        self.reduction, self.gradient = options["reduction"], options["gradient"]
+        self.z_loss = options["z_loss"]
+        self.ignore_index = ignore_index_of(options["ignore_index"])
+        self.shift = check_integer("shift", options["shift"], 0)
+        self.topk = check_integer("topk", options["topk"])
+        self.accumulate_into = options["accumulate_into"]
         if self.accumulate_into not in (None, *_ATTRIBUTES):
             refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(self.accumulate_into))
-        self.valid_vocab, self.valid_bound = given["valid_vocab"], given["valid_bound"]
+        self.valid_vocab, self.valid_bound = options["valid_vocab"], options["valid_bound"]
         if self.valid_vocab is not None:
             check_integer("valid_vocab", self.valid_vocab)
         if isinstance(self.valid_bound, str):
@@ -385,16 +410,17 @@ class Packed:
                 refuse("valid_bound", 'an int, "count" or None', repr(self.valid_bound))
         elif self.valid_bound is not None:
             check_integer("valid_bound", self.valid_bound, 0)
-        memory = given["max_memory"]
+        memory = options["max_memory"]
         self.max_memory = None if memory is None else parse_bytes(memory)
-        self.group, shard = _shard(given["vocab_parallel"])
-        self.ranks, self.rank, _, _, self.sequence, *_ = shard
-        self.numbers = tuple(_number(name, given[name]) for name in NUMBERS)
-        values = {name: _choice(name, given[name]) for name in CHOICES}
+        shard = self.shard = shard_of(options["vocab_parallel"])
+        self.group, self.ranks, self.rank = shard.group, shard.ranks, shard.rank
+        self.logit_options = {name: options[name] for name in LOGIT_OPTIONS}
+        self.numbers = tuple(_number(name, options[name]) for name in NUMBERS)
+        values = {name: _choice(name, options[name]) for name in CHOICES}
         for name in ("accum_dtype", "logits_dtype"):
-            dtype = given[name]
+            dtype = options[name]
             values[name] = -1 if dtype is None else code_of(name, dtype, ValueError)
-        values |= zip(SHARD, shard, strict=True)
+        values |= shard.integers()
         values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
         values["wants_tail"] = wanted.tail_lse
         values |= {"entropy_gradient": entropy_gradient, "consumes_saved": 0}
@@ -432,12 +458,12 @@ def _packed(names, *values):
     return Packed({**_PACKED, **dict(zip(names, values, strict=True))})
 
 
-def split(given):
-    """The Packed of the options `given` by name, and a dict of the tensors among them."""
-    if not given:
+def split(options):
+    """The Packed of the options `options` by name, and a dict of the tensors among them."""
+    if not options:
         return _DEFAULT, {}
     tensors, items = {}, {}
-    for name, value in given.items():
+    for name, value in options.items():
         if name in TENSORS:
             if value is not None:
                 tensors[name] = value

@@ -7,7 +7,7 @@ import torch
 
 from . import calls, fakes, operators, reference, torch_private, validate
 from .modes import is_traced
-from .options import NUMBERS, LinearCrossEntropyOutput
+from .options import LinearCrossEntropyOutput
 
 
 def _of_ranks(packed, tensor):
@@ -29,14 +29,10 @@ def _of_ranks(packed, tensor):
 
 def _final_logits(packed, z, temperature, cut):
     """The final logits of z (..., K); `cut`: mask of ignored rows."""
-    numbers = dict(zip(NUMBERS, packed.numbers, strict=True))
-    return reference.final_logits(
-        z,
-        cut,
-        softcap=numbers["softcap"] or None,
-        logit_scale=numbers["logit_scale"],
-        temperature=numbers["temperature"] if temperature is None else temperature,
-    )
+    options = packed.logit_options
+    if temperature is not None:
+        options = {**options, "temperature": temperature}
+    return reference.final_logits(z, cut, **options)
 
 
 def _top_values(packed, logits, classes, tail_lse):

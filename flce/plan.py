@@ -33,8 +33,8 @@ class Plan:
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
     "input_terms" of the ranks' terms of dX, "summed_input" of the sums of these.
 
-    >>> made = flce.plan(1024, 64, 1000, device="cpu", dtype=torch.float32)
-    >>> made.save, made.buffers["grad_weight"]
+    >>> small = flce.plan(1024, 64, 1000, device="cpu", dtype=torch.float32)
+    >>> small.save, small.buffers["grad_weight"]
     ('logits', 256000)
     """
 
@@ -132,14 +132,17 @@ def plan(
     if reduce_dtype not in (None, torch.float32):
         validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
     dtypes = {"dtype": dtype, "input_dtype": input_dtype, "weight_dtype": weight_dtype}
-    codes = {n: table.code_of(n, dtype if one is None else one) for n, one in dtypes.items()}
+    dtypes = {name: dtype if value is None else value for name, value in dtypes.items()}
+    codes = {name: table.code_of(name, value) for name, value in dtypes.items()}
     _check_targets(valid_bound, probabilities)
     teacher = _teacher_of(teacher_hidden, teacher_logits)
     if "classes" in teacher:
         options |= {"reduction": "none", "return_lse": True}
     if ranks > 1:
-        shard = int(sequence), 0, int(reduce_dtype is not None)
-        options["vocab_parallel"] = "|".join(map(str, ("plan", ranks, 0, -1, vocab, *shard)))
+        wide_terms = int(reduce_dtype is not None)
+        options["vocab_parallel"] = table.Shard(
+            "plan", ranks, vocab=vocab, input_is_sharded=int(sequence), wide_terms=wide_terms
+        )
     added, attribute = -1, grad_weight and options["accumulate_into"]
     if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
         added = codes["weight_dtype"]
@@ -166,8 +169,8 @@ def plan(
 
 
 def _device_of(device):
-    """(the torch.device, or what was given; a GPU that need not be there, as text, "" for a device
-    that is; the device's index)"""
+    """(the torch.device, or the argument itself; a GPU that need not be there, as text, "" for a
+    device that is; the device's index)"""
     gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)
     kind, _, index = gpu.partition(":")
     index = int(index) if index.isdecimal() else 0
@@ -190,8 +193,11 @@ def _check_targets(valid_bound, probabilities):
 def _planned(outputs):
     """The Plan from a calls.PlanOutputs."""
     fields = json.loads(outputs.fields)
-    fields["collectives"] = {n: Collective(*one) for n, one in fields["collectives"].items()}
-    return Plan(sampled_time=outputs.sampled_time, text=outputs.text, **fields)
+    collectives = fields.pop("collectives").items()
+    collectives = {name: Collective(*values) for name, values in collectives}
+    return Plan(
+        sampled_time=outputs.sampled_time, text=outputs.text, collectives=collectives, **fields
+    )
 
 
 def _teacher_of(hidden, logits):

@@ -51,13 +51,14 @@ def linear_cross_entropy(
     """
     loss = {name: value for name, value in loss.items() if name not in _IGNORED_OPTIONS}
     target = shifted(target, shift, cu_seqlens, ignore_index)
-    kept = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
+    finite = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
     if valid_vocab is not None:
-        given = linear_weight, linear_bias, adapter_weight, weight
-        cut = (None if one is None else one[:valid_vocab] for one in given)
-        linear_weight, linear_bias, adapter_weight, weight = cut
+        of_classes = linear_weight, linear_bias, adapter_weight, weight
+        linear_weight, linear_bias, adapter_weight, weight = (
+            None if tensor is None else tensor[:valid_vocab] for tensor in of_classes
+        )
         target = target[..., :valid_vocab] if target.is_floating_point() else target
-    logits = F.linear(kept, linear_weight, linear_bias)
+    logits = F.linear(finite, linear_weight, linear_bias)
     if adapter_weight is not None:
         rows = ignored(target, ignore_index).unsqueeze(-1)
         logits = logits + F.linear(adapter_input.masked_fill(rows, 0.0), adapter_weight)
@@ -92,17 +93,19 @@ def cross_entropy(
     """
     wanted = [of_logits.pop(name, False) for name in RETURNS]
     cut = ignored(target, ignore_index)
-    kept = logits.masked_fill(cut.unsqueeze(-1), 0.0)  # finite also where it does not contribute
-    logits = final_logits(kept, cut, **of_logits)
+    finite = logits.masked_fill(cut.unsqueeze(-1), 0.0)  # finite also where it does not contribute
+    logits = final_logits(finite, cut, **of_logits)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
     reduced = functools.partial(_reduced, reduction, cut, token_weight, num_items)
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
     lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
     derivative = None
     if sampling is not None and torch.is_grad_enabled():
-        derivative = sampled_derivative(kept, target.masked_fill(cut, 0), cut, of_logits, *sampling)
+        derivative = sampled_derivative(
+            finite, target.masked_fill(cut, 0), cut, of_logits, *sampling
+        )
         derivative = derivative.masked_fill(cut.unsqueeze(-1), 0.0)
-        sampled = _with_derivative(lse, kept, derivative)
+        sampled = _with_derivative(lse, finite, derivative)
         # The same value. The row's loss has lse times this factor; its other terms have no p.
         factor = _factor_of_lse(logits, target.masked_fill(cut, 0), weight, label_smoothing)
         rows = rows + factor * (sampled - lse)
@@ -115,12 +118,12 @@ def cross_entropy(
     accuracy = None
     if not target.is_floating_point():
         accuracy = ((predictions == target) & ~cut).sum().to(stat) / (~cut).sum().clamp(min=1)
-    entropy = _entropy(logits, kept, cut, derivative)
+    entropy = _entropy(logits, finite, cut, derivative)
     if topk:
         classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
     at, top, tail_lse = _of_classes(logits, classes, cut, ignore_index)
-    made = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
-    chosen = (value if want else None for value, want in zip(made, wanted, strict=True))
+    outputs = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
+    chosen = (value if want else None for value, want in zip(outputs, wanted, strict=True))
     return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
 
 
@@ -138,8 +141,8 @@ def _reduced(reduction, cut, token_weight, num_items, rows, denominator):
     return rows.sum() * torch.where(items == 0, of_none, 1.0 / items)
 
 
-def _entropy(logits, kept, cut, derivative):
-    """The entropy of each row, (...). derivative: the sampled one of lse for `kept`, or None."""
+def _entropy(logits, finite, cut, derivative):
+    """The entropy of each row, (...). derivative: the sampled one of lse for `finite`, or None."""
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
@@ -150,7 +153,7 @@ def _entropy(logits, kept, cut, derivative):
         return entropy
     # d entropy / d l_j = -p_j (log p_j + entropy); the estimate of d lse / d z has the p_j.
     of_lse = (log_p + entropy.unsqueeze(-1)).detach()
-    return _with_derivative(entropy, kept, -derivative * of_lse)
+    return _with_derivative(entropy, finite, -derivative * of_lse)
 
 
 def _of_classes(logits, classes, cut, ignore_index):
@@ -160,15 +163,15 @@ def _of_classes(logits, classes, cut, ignore_index):
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
     absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
     at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
-    own = classes.masked_fill(absent, -1)
-    return at.masked_fill(absent, 0.0), own, _tail_lse(logits, own).to(stat).masked_fill(cut, 0.0)
+    ids = classes.masked_fill(absent, -1)
+    return at.masked_fill(absent, 0.0), ids, _tail_lse(logits, ids).to(stat).masked_fill(cut, 0.0)
 
 
 def _tail_lse(logits, classes):
     """logsumexp (...) of the logits that are not of `classes` (..., K), of which -1 is none."""
-    own = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
-    own.scatter_add_(-1, classes.clamp(min=0).long(), (classes >= 0).long())
-    others = logits.masked_fill(own > 0, -math.inf)
+    counts = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+    counts.scatter_add_(-1, classes.clamp(min=0).long(), (classes >= 0).long())
+    others = logits.masked_fill(counts > 0, -math.inf)
     empty = others.isneginf().all(dim=-1)  # logsumexp's gradient would be NaN
     return others.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -math.inf)
 
@@ -248,9 +251,9 @@ def sampled_derivative(z, target, cut, of_logits, eps, seed):
     offset = offsets_of_rows(len(end), seed, z.device, bits).unsqueeze(-1)
     # The number of m with m 2^bits + u below the end, and below the begin, of a class.
     below, below_begin = ((edge - offset + 2**bits - 1) >> bits for edge in (end, end - fixed))
-    made = share.clamp(min=eps).masked_fill(below == below_begin, 0.0)
-    made = made.scatter(-1, at_target, share.gather(-1, at_target)).reshape(z.shape)
-    return made * scales
+    estimate = share.clamp(min=eps).masked_fill(below == below_begin, 0.0)
+    estimate = estimate.scatter(-1, at_target, share.gather(-1, at_target)).reshape(z.shape)
+    return estimate * scales
 
 
 @torch.enable_grad()
@@ -271,8 +274,8 @@ def _factor_of_lse(logits, target, weight, label_smoothing):
     if weight is None:
         return 1.0
     weight = weight.to(logits.dtype)
-    own = (1.0 - label_smoothing) * weight[target.long()]
-    return own + label_smoothing / logits.shape[-1] * weight.sum()
+    of_target = (1.0 - label_smoothing) * weight[target.long()]
+    return of_target + label_smoothing / logits.shape[-1] * weight.sum()
 
 
 def shifted(target, shift, cu_seqlens, ignore_index):

@@ -202,8 +202,8 @@ def foreign_function_mode():
 
 
 def _methods(names):
-    found = [getattr(torch.Tensor, name, None) for name in names.split()]
-    return [one for one in found if one is not None]
+    methods = [getattr(torch.Tensor, name, None) for name in names.split()]
+    return [method for method in methods if method is not None]
 
 
 # Methods that read a Tensor's memory themselves, some by private names. True: what they return may

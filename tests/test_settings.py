@@ -16,6 +16,7 @@ import flce
 from flce.options import (
     INTEGERS,
     LAYOUT,
+    LOGIT_OPTIONS,
     NUMBERS,
     OPTIONS,
     RETURNS,
@@ -34,6 +35,10 @@ def test_the_slots_of_cpp_are_those_of_the_table():
     packed, _ = split({})
     assert sorted([*packed._values, *OfCall().values()]) == sorted(INTEGERS)
     assert set(NUMBERS) == {name for name, row in OPTIONS.items() if "float" in str(row.schema)}
+
+
+def test_options_of_the_final_logits_are_those_of_the_definition():
+    assert list(inspect.signature(flce.reference.final_logits).parameters)[2:] == [*LOGIT_OPTIONS]
 
 
 def parameters(function, skipped):

@@ -156,7 +156,7 @@ def test_modules(ranks):
     other = pickle.loads(pickle.dumps(ranks.parallel(VOCAB)))
     ranks.note(hash(other) == hash(ranks.parallel(VOCAB)), "the hash of an equal VocabParallel")
     ranks.note(other != ranks.parallel(VOCAB, sequence=True), "an unequal VocabParallel")
-    other.text = other.text.replace(dist.group.WORLD.group_name, "no such group", 1)
+    other.shard = other.shard._replace(group="no such group")
     which = "vocab_parallel: expected a group of this process"
     refused(ranks, which, ValueError, ranks.divided(make()), vocab_parallel=other)
     sent = [ranks.parallel(VOCAB)]
@@ -259,7 +259,8 @@ def test_operators(ranks):
         warnings.simplefilter("error", FutureWarning)
         made = flce.linear_cross_entropy(x, w, case.target, **options)
     expected = torch.autograd.grad(made.loss, (x, w, b))
-    arguments = {"linear_bias": b, "vocab_parallel": vp.text}
+    shard = list(vp.shard.integers().values())
+    arguments = {"linear_bias": b, "vocab_group": vp.group, "vocab_shard": shard}
     operator = torch.ops.flce.linear_cross_entropy
     loss = operator(x, w, case.target, **arguments)
     outputs = torch.ops.flce.linear_cross_entropy_outputs(x, w, case.target, **arguments, **wants)
@@ -357,9 +358,9 @@ def test_refused_calls(ranks):
     refuse("weight", ValueError, weight=class_weights()[:share])
     refuse("weight", TypeError, weight=[1.0] * VOCAB)
     refuse("vocab_parallel", TypeError, vocab_parallel=3)
-    refuse("vocab_parallel", TypeError, vocab_parallel=[vp.text])
+    refuse("vocab_parallel", TypeError, vocab_parallel=[vp])
     refuse("vocab_parallel", TypeError, vocab_parallel=dist.group.WORLD)
-    refuse("vocab_parallel", ValueError, vocab_parallel="0")
+    refuse("vocab_parallel", TypeError, vocab_parallel="0")
     refuse("valid_vocab", ValueError, valid_vocab=VOCAB + 1)
     refuse("gradient", ValueError, gradient="sampled")
     refuse("max_memory", ValueError, good, max_memory=1)
@@ -436,5 +437,6 @@ def test_refused_groups(ranks):
 
 
 def test_a_rank_without_classes_may_begin_anywhere():
-    """Each has start, vocab, rows, first class, all classes, error."""
-    parallel._check_ranges([(0, 6, 6, 0, 6, ""), (3, 6, 0, 3, 6, "")])
+    ranges = (0, 6), (3, 0)  # first class, number of classes
+    of_ranks = [parallel.ClassRange(first, 6, rows, first, 6) for first, rows in ranges]
+    parallel._check_ranges(of_ranks)

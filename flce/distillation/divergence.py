@@ -80,7 +80,7 @@ def linear_divergence(
         others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
         others += (None if teacher_logit_scale == 1.0 else teacher_logit_scale,)
         _check_known_classes(teacher_logits, others)
-        known = [local_replica("teacher_logits", one) for one in teacher_logits]
+        known = [local_replica("teacher_logits", tensor) for tensor in teacher_logits]
         of_student = functional.with_local_factors(options)
         return sparse_divergence(input, linear_weight, *known, *how, tail, of_student)
     if hard_weight and target is None:
@@ -100,8 +100,17 @@ def linear_divergence(
     numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
     numbers = [check_number(name, value) for name, value in numbers.items()]
     numbers = [1.0 + table.DIVERGENCES.index(divergence), *numbers]
-    given = teacher_input if teacher_logits is None else teacher_logits
-    operands = input, linear_weight, target, given, teacher_weight, teacher_bias, of_rows, numbers
+    of_teacher = teacher_input if teacher_logits is None else teacher_logits
+    operands = (
+        input,
+        linear_weight,
+        target,
+        of_teacher,
+        teacher_weight,
+        teacher_bias,
+        of_rows,
+        numbers,
+    )
     return functional.divergence_of(*operands, **options)
 
 

@@ -69,7 +69,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     log_q = log_q.to(log_p.dtype)
     # No gradient of logaddexp(-inf, -inf), nor of -inf - -inf.
     none = absent | (log_p.isneginf() & log_q.isneginf())
-    log_p, log_q = (one.masked_fill(none, _NOTHING) for one in (log_p, log_q))
+    log_p, log_q = (log_r.masked_fill(none, _NOTHING) for log_r in (log_p, log_q))
     if not has_tail:
         log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
     return rows.reduced(_divergence_of(log_p, log_q, divergence, beta), ignored)

@@ -13,7 +13,7 @@ class VocabParallel:
     group: str
     ranks: int
     rank: int
-    text: str
+    shard: object
     def __init__(
         self,
         group: ProcessGroup | DeviceMesh,

@@ -80,16 +80,17 @@ def _can_share(group):
     """Whether the group's ranks are GPUs of one host that can read each other's memory, by
     agreement of all. torch's symmetric memory requires that the ranks' device indices differ: not
     where CUDA_VISIBLE_DEVICES gives each process one GPU."""
-    ranks, own = dist.get_world_size(group), torch.cuda.current_device()
+    ranks, device = dist.get_world_size(group), torch.cuda.current_device()
     allowed = getenv("FLCE_PEERS") != "0" and 1 < ranks <= _MOST_RANKS
     if not allowed or "cuda:nccl" not in dist.get_backend_config(group):
         return False
     visible, of_ranks = range(torch.cuda.device_count()), [None] * ranks
-    readable = {one for one in visible if one == own or torch.cuda.can_device_access_peer(own, one)}
-    dist.all_gather_object(of_ranks, (socket.gethostname(), own, readable), group=group)
+    can_read = torch.cuda.can_device_access_peer
+    readable = {peer for peer in visible if peer == device or can_read(device, peer)}
+    dist.all_gather_object(of_ranks, (socket.gethostname(), device, readable), group=group)
     hosts, devices, readable = zip(*of_ranks, strict=True)
     of_one_host = len(set(hosts)) == 1 and len(set(devices)) == ranks
-    return of_one_host and all(one.issuperset(devices) for one in readable)
+    return of_one_host and all(peers.issuperset(devices) for peers in readable)
 
 
 class _SharedMemory:
@@ -98,7 +99,7 @@ class _SharedMemory:
     def __init__(self, group):
         self.group, self.possible = weakref.ref(group), _can_share(group)
         self.buffers = {}  # by id: bytes, addresses
-        self.kept = []  # a captured CUDA graph may have the addresses of a smaller one
+        self.allocations = []  # a captured CUDA graph may have the addresses of a smaller one
 
     def allocate(self, id, size):
         from torch.distributed import _symmetric_memory as symmetric
@@ -110,7 +111,7 @@ class _SharedMemory:
         memory[data:] = 0
         torch.cuda.synchronize()
         dist.barrier(group, device_ids=[torch.cuda.current_device()])
-        self.kept.append((memory, handle))
+        self.allocations.append((memory, handle))
         addresses = [base + offset for base in handle.buffer_ptrs for offset in (0, data)]
         self.buffers[id] = size, addresses
 
@@ -131,8 +132,8 @@ def _send_buffer(name, id, size):
         shared = _shared[name] = _SharedMemory(group)
     if shared.possible and not captures and shared.buffers.get(id, (0,))[0] < size:
         shared.allocate(id, size)
-    held, addresses = shared.buffers.get(id, (0, []))
-    return addresses if held >= size else []
+    available, addresses = shared.buffers.get(id, (0, []))
+    return addresses if available >= size else []
 
 
 # ---- errors ----

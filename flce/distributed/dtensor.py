@@ -28,22 +28,22 @@ def shown(value):
     return f"a DTensor with the placements ({placements}) on {value.device_mesh}"
 
 
-def _check_call(given, first):
+def _check_call(arguments, first):
     """Refuses calls whose placements do not say how the vocabulary is sharded, or that also give
     vocab_parallel. `first`: the name of the first DTensor."""
-    weight, vocab_parallel = given["linear_weight"], given.get("vocab_parallel")
+    weight, vocab_parallel = arguments["linear_weight"], arguments.get("vocab_parallel")
     if vocab_parallel is not None:
         got = f"{vocab_parallel!r} with a DTensor as {first}"
         validate.refuse("vocab_parallel", "None with DTensors, or to_local() operands", got)
     if not is_dtensor(weight):
         expected = f"a DTensor with the placement Shard(dim=0), as {first} is a DTensor"
         validate.refuse("linear_weight", expected, shown(weight))
-    whole = not is_dtensor(given["input"])
+    whole = not is_dtensor(arguments["input"])
     if whole or weight.device_mesh.ndim != 1:
         on_mesh = "a DTensor on a mesh of one dimension, that of the vocabulary"
         expected = "a plain tensor, as input is one" if whole else on_mesh
         validate.refuse("linear_weight", expected, f"{shown(weight)}. {_REMEDIES}")
-    accumulates = given.get("accumulate_into") is not None and weight.requires_grad
+    accumulates = arguments.get("accumulate_into") is not None and weight.requires_grad
     if accumulates and torch.is_grad_enabled():
         got = f"{shown(weight)}; use accumulate_into=None"
         validate.refuse("accumulate_into", "a plain tensor as linear_weight", got)

@@ -1,6 +1,7 @@
 """A vocabulary sharded over ranks: `VocabParallel`, and what the ranks compare before a call."""
 
 import itertools
+import typing
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from ..options import (
     NUMBERS,
     RETURNS,
     TEACHER_NUMBERS,
+    Shard,
     defaults,
 )
 from ..targets import process_group
@@ -105,10 +107,16 @@ class VocabParallel:
             validate.refuse("reduce_dtype", "None with reduce_input_grad=False", reduce_dtype)
         self.start, self.vocab, self.reduce_dtype = start, vocab, reduce_dtype
         self.group, self.ranks, self.rank = group.group_name, group.size(), group.rank()
-        # As the operators take it: the group's name and the integers of options.SHARD.
-        values = self.ranks, self.rank, start, vocab, sequence, not reduce_input_grad, wide
-        integers = (str(-1 if value is None else int(value)) for value in values)
-        self.text = "|".join((self.group, *integers))
+        self.shard = Shard(
+            self.group,
+            self.ranks,
+            self.rank,
+            start=-1 if start is None else int(start),
+            vocab=-1 if vocab is None else int(vocab),
+            input_is_sharded=int(sequence),
+            partial_grad_input=int(not reduce_input_grad),
+            wide_terms=int(wide),
+        )
 
     def __repr__(self):
         names = ("start", "vocab", "sequence", "reduce_input_grad", "reduce_dtype")
@@ -116,41 +124,59 @@ class VocabParallel:
         return f"VocabParallel(group {self.group!r}, rank {self.rank} of {self.ranks}{shown})"
 
     def __eq__(self, other):
-        return isinstance(other, VocabParallel) and self.text == other.text
+        return isinstance(other, VocabParallel) and self.shard == other.shard
 
     def __hash__(self):
-        return hash(self.text)
+        return hash(self.shard)
 
 
 # ---- before a call ----
 
 
+class ClassRange(typing.NamedTuple):
+    """Of one rank. start, vocab: those of its VocabParallel, or None; rows: of its linear_weight;
+    first, classes: its first class, and the number of all; error: why these are unknown, or ""."""
+
+    start: int | None
+    vocab: int | None
+    rows: int
+    first: int = 0
+    classes: int = 0
+    error: str = ""
+
+
 def _range_of(call):
-    """(start, vocab, rows, first class, number of all classes, error) of this rank."""
-    own = [call.options.value(name) for name in ("start", "vocab")]
-    own = *(None if value < 0 else value for value in own), len(call.linear_weight)
+    """The ClassRange of this rank."""
+    start, vocab = (call.options.value(name) for name in ("start", "vocab"))
+    start, vocab = (None if value < 0 else value for value in (start, vocab))
+    rows = len(call.linear_weight)
     try:
-        found = fakes.described(call, call.options._replace(valid_vocab=None))
+        description = fakes.described(call, call.options._replace(valid_vocab=None))
     except ValueError as error:
-        return *own, 0, 0, str(error)
-    return *own, found.first_class, found.classes, ""
+        return ClassRange(start, vocab, rows, error=str(error))
+    return ClassRange(start, vocab, rows, description.first_class, description.classes)
 
 
-def _check_ranges(given):
-    """Refuses class ranges that do not hold every class once. `given`: _range_of each rank."""
-    starts, vocabs, rows, firsts, (classes, *_), errors = zip(*given, strict=True)
+def _check_ranges(of_ranks):
+    """Refuses class ranges that do not hold every class once. `of_ranks`: ClassRanges."""
+    starts = [of_rank.start for of_rank in of_ranks]
+    vocabs = [of_rank.vocab for of_rank in of_ranks]
+    rows = [of_rank.rows for of_rank in of_ranks]
     if len(set(vocabs)) > 1 or len({start is None for start in starts}) > 1:
         expected = "the same vocab on all ranks, and start on all or on none"
-        shown = (f"start={start}, vocab={vocab}" for start, vocab, *_ in given)
+        pairs = zip(starts, vocabs, strict=True)
+        shown = (f"start={start}, vocab={vocab}" for start, vocab in pairs)
         validate.refuse("vocab_parallel", expected, "; ".join(shown))
     if vocabs[0] is None and len(set(rows)) > 1:
         expected = "as many rows on all ranks, or vocab= in flce.VocabParallel"
-        validate.refuse("linear_weight", expected, list(rows))
-    for error in filter(None, errors):
-        raise ValueError(error)
-    ranges = [range(first, first + n) for first, n in zip(firsts, rows, strict=True)]
-    held = sorted(filter(None, ranges), key=lambda one: one.start)
-    if [0, *(one.stop for one in held)] != [*(one.start for one in held), classes]:
+        validate.refuse("linear_weight", expected, rows)
+    for of_rank in of_ranks:
+        if of_rank.error:
+            raise ValueError(of_rank.error)
+    ranges = [range(of_rank.first, of_rank.first + of_rank.rows) for of_rank in of_ranks]
+    shares = sorted(filter(None, ranges), key=lambda share: share.start)
+    classes = of_ranks[0].classes
+    if [0, *(share.stop for share in shares)] != [*(share.start for share in shares), classes]:
         expected = f"ranges that hold each of {classes} classes once"
         validate.refuse("vocab_parallel", expected, ranges)
 
@@ -166,14 +192,14 @@ def _described(name, value):
 def _of_operator(call):
     """The pairs of a name and what is compared of an operator's arguments."""
     names = (argument.name for argument in calls.operator_of(call)._schema.arguments)
-    given = dict(zip(names, calls.flat(call), strict=True))
-    given["temperature"] = given.pop("token_temperature")
+    arguments = dict(zip(names, calls.flat(call), strict=True))
+    arguments["temperature"] = arguments.pop("token_temperature")
     lists = {"integers": (INTEGERS, {}), "numbers": (NUMBERS, {})}
     lists["teacher"] = TEACHER_NUMBERS, {"divergence": (None, *DIVERGENCES)}
-    if given.get("teacher_weight", 0) is None:  # logits, of all classes or of a rank's
-        logits = given.pop("teacher_input")
+    if arguments.get("teacher_weight", 0) is None:  # logits, of all classes or of a rank's
+        logits = arguments.pop("teacher_input")
         yield "teacher_logits", logits[..., :0]
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in lists:
             yield name, value
             continue
@@ -207,14 +233,15 @@ def _common(sharded):
     return {name: values for name, values in common.items() if name not in _NOT_COMPARED}
 
 
-def _check_common(given):
-    """`given`: _common of each rank."""
-    first = given[0]
-    for rank, own in enumerate(given):
-        for name in first | own:
-            for one, other in itertools.zip_longest(first.get(name, ()), own.get(name, ())):
-                if one != other:
-                    got = f"{one!r} on rank 0, {other!r} on rank {rank}"
+def _check_common(of_ranks):
+    """`of_ranks`: _common of each rank."""
+    first, *_ = of_ranks
+    for rank, values in enumerate(of_ranks):
+        for name in first | values:
+            pairs = itertools.zip_longest(first.get(name, ()), values.get(name, ()))
+            for of_first, of_rank in pairs:
+                if of_first != of_rank:
+                    got = f"{of_first!r} on rank 0, {of_rank!r} on rank {rank}"
                     validate.refuse(name, "the same on all ranks", got)
 
 
@@ -237,10 +264,11 @@ def before_call(sharded):
     weight = call.linear_weight
     if dist.get_backend(group) == "fake" or torch_private.detect_fake_mode([weight]) is not None:
         return
-    own, given = (_range_of(call), _common(sharded) if compares else {}), [None] * ranks
+    of_rank = _range_of(call), _common(sharded) if compares else {}
+    of_ranks = [None] * ranks
     with torch.cuda.device_of(weight):  # NCCL exchanges objects through the current device
-        dist.all_gather_object(given, own, group=group)
-    ranges, common = zip(*given, strict=True)
+        dist.all_gather_object(of_ranks, of_rank, group=group)
+    ranges, common = zip(*of_ranks, strict=True)
     _check_ranges(ranges)
     _check_common(common)
     collectives.compared.add(group)
