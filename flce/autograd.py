@@ -67,17 +67,16 @@ def _once_differentiable(make):
         if torch.is_grad_enabled():
             refuse_double_backward()
         needs = ctx.needs_input_grad
-        others = [grad for grad in (grad_stats, grad_classes) if grad is not None]
-        if grad_output is None and not others:
-            return (None,) * len(needs)
         if grad_output is None:
-            grad_output = others[0].new_zeros(ctx.loss_shape)
+            other = grad_classes if grad_stats is None else grad_stats
+            if other is None:
+                return (None,) * len(needs)
+            grad_output = other.new_zeros(ctx.loss_shape)
         elif grad_output._is_zerotensor():  # it has no memory to read
             grad_output = torch.zeros_like(grad_output)
-        others = (
-            None if grad is None else grad.contiguous() for grad in (grad_stats, grad_classes)
-        )
-        grads = make(ctx, grad_output.contiguous(), *others)
+        grad_stats = None if grad_stats is None else grad_stats.contiguous()
+        grad_classes = None if grad_classes is None else grad_classes.contiguous()
+        grads = make(ctx, grad_output.contiguous(), grad_stats, grad_classes)
         return (*grads, *(None,) * (len(needs) - len(grads)))
 
     return staticmethod(backward)
@@ -359,7 +358,7 @@ def with_graph(call, outputs, leaves, names, owned, accumulator=None):
         loss = LinearDivergence.apply(*leaves, call, outputs, accumulator)
         return outputs._replace(loss=loss)
     of_call = call, outputs, strategy, names, owned, accumulator
-    return outputs.with_graph(LinearCrossEntropy.apply(*leaves, *of_call))
+    return outputs.with_graph(*LinearCrossEntropy.apply(*leaves, *of_call))
 
 
 def with_logits_graph(call, outputs, names):

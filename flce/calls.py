@@ -92,21 +92,12 @@ class ForwardCall(typing.NamedTuple):
 
     def kept_for_backward(self, outputs):
         """The ForwardTensors of this call and its ForwardOutputs."""
-        of_top = self.options.value("topk") > 0
-        return ForwardTensors(
-            self.input,
-            self.linear_weight,
-            self.target,
-            self.linear_bias,
-            self.weight,
-            self.token_weight,
-            self.token_temperature,
-            outputs.top_classes if of_top else self.classes,
-            outputs.class_logits,
-            outputs.stats,
-            outputs.scalars,
-            outputs.saved,
-        )
+        classes = self.classes if outputs.top_classes is None else outputs.top_classes
+        of_outputs = outputs.class_logits, outputs.stats, outputs.scalars, outputs.saved
+        return ForwardTensors(*self[:_CONSTANTS], classes, *of_outputs)
+
+
+_CONSTANTS = ForwardTensors._fields.index("classes")  # ForwardCall begins with the same tensors
 
 
 # The outputs that may have a gradient, in the order of autograd.LinearCrossEntropy.
@@ -129,9 +120,11 @@ class ForwardOutputs(typing.NamedTuple):
     class_logits: Optional = None
     top_classes: Optional = None
 
-    def with_graph(self, values):
-        """With `values`, which autograd has recorded, of the first ones of DIFFERENTIABLE."""
-        return self._replace(**dict(zip(DIFFERENTIABLE, values, strict=False)))
+    def with_graph(self, loss, *others):
+        """With `loss` and `others`, the first ones of DIFFERENTIABLE as autograd recorded them."""
+        if not others:
+            return ForwardOutputs(loss, *self[1:])
+        return self._replace(loss=loss, **dict(zip(DIFFERENTIABLE[1:], others, strict=False)))
 
     def strategy(self):
         """What "auto" became."""

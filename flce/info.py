@@ -15,7 +15,7 @@ def lines():
     yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
     variant = run_plain(inner.cpu_variant.default)
     yield f"cpu row passes: {variant}, {torch.get_num_threads()} threads"
-    yield f"cpu default max_memory: {default_memory(torch.device('cpu'))} bytes"
+    yield f"cpu default max_memory: {default_memory(torch.device('cpu')).max_memory} bytes"
     for line in torch.ops.flce.cuda_describe().splitlines():
         yield f"cuda library: {line}"
     if not torch.cuda.is_available():
@@ -26,7 +26,7 @@ def lines():
         yield (
             f"cuda device {index}: {facts.name}, sm_{facts.major}{facts.minor}, "
             f"{facts.multi_processor_count} multiprocessors, {facts.total_memory} bytes, "
-            f"default max_memory {default_memory(device)} bytes"
+            f"default max_memory {default_memory(device).max_memory} bytes"
         )
 
 

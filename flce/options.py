@@ -219,8 +219,9 @@ def share_of_memory(device):
 
 
 def default_memory(device):
-    """max_memory in bytes if none is given: 1 GiB, or 1/8 of the device's memory if smaller."""
-    return min(1 << 30, share_of_memory(device))
+    """The Memory of a call without max_memory: 1 GiB, or 1/8 of the device's memory if smaller."""
+    share = share_of_memory(device)
+    return Memory(min(1 << 30, share), share, True)
 
 
 # ---- packing ----
@@ -437,7 +438,7 @@ class Packed:
             max_memory = parse_bytes(text, "FLCE_MAX_MEMORY")
         if max_memory is not None:
             return Memory(max_memory, max_memory, False)
-        return Memory(default_memory(device), share_of_memory(device), True)
+        return default_memory(device)
 
     def integers(self, of_call):
         """The list of integers, with the values of an OfCall."""
