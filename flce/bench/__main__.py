@@ -18,8 +18,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m flce.bench", description=__doc__)
-    add = made.add_argument
+    arguments = argparse.ArgumentParser(prog="python -m flce.bench", description=__doc__)
+    add = arguments.add_argument
     cuda = torch.cuda.is_available()
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     add("--tokens", type=int, help="N; the default depends on the device, as H, V and the dtype")
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     add("--json", type=pathlib.Path, default=pathlib.Path("flce-bench.json"))
     add("--picture", type=pathlib.Path, default=pathlib.Path("flce-bench.png"))
-    return made
+    return arguments
 
 
 def _case(options: argparse.Namespace) -> Case:
@@ -39,8 +39,8 @@ def _case(options: argparse.Namespace) -> Case:
     default = default_case(options.device)
     sizes = {}
     for name in ("tokens", "hidden", "vocab"):
-        given = getattr(options, name)
-        sizes[name] = getattr(default, name) if given is None else given
+        size = getattr(options, name)
+        sizes[name] = getattr(default, name) if size is None else size
         if not 1 <= sizes[name] < 1 << 31:
             raise ValueError(f"{name}: expected 1 to {(1 << 31) - 1}, got {sizes[name]}")
     if not options.seconds >= 0:  # nor NaN
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(results))
     options.json.write_text(json.dumps(record(case, facts, results), indent=1) + "\n")
     print(f"wrote {options.json}")
-    if all(one.failed for one in results):
+    if all(result.failed for result in results):
         return 1
     try:
         draw(options.picture, case, facts, results)

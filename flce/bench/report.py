@@ -25,14 +25,14 @@ def describe(case: Case, facts: dict[str, str | int]) -> str:
 def table(results: list[Result]) -> str:
     """Median, fastest and number of rounds; peak memory over the operands."""
     lines = [f"{'':14}{'median':>12}{'fastest':>12}{'rounds':>8}{'peak memory':>14}"]
-    for one in results:
-        if one.failed:
-            lines.append(f"{one.name:14}  failed: {one.failed}")
+    for result in results:
+        if result.failed:
+            lines.append(f"{result.name:14}  failed: {result.failed}")
             continue
-        times = (f"{1e3 * value:.2f} ms" for value in (one.median, min(one.seconds)))
+        times = (f"{1e3 * value:.2f} ms" for value in (result.median, min(result.seconds)))
         row = "".join(f"{time:>12}" for time in times)
-        memory = f"{one.peak_bytes / GIB:.3f} GiB"
-        lines.append(f"{one.name:14}{row}{len(one.seconds):>8}{memory:>14}")
+        memory = f"{result.peak_bytes / GIB:.3f} GiB"
+        lines.append(f"{result.name:14}{row}{len(result.seconds):>8}{memory:>14}")
     return "\n".join(lines)
 
 
@@ -40,12 +40,12 @@ def record(case: Case, facts: dict[str, str | int], results: list[Result]) -> di
     """All of it; seconds and bytes."""
     sizes = {"tokens": case.tokens, "hidden": case.hidden, "vocab": case.vocab}
     rows: list[dict[str, Any]] = []
-    for one in results:
-        if one.failed:
-            rows.append({"name": one.name, "failed": one.failed})
+    for result in results:
+        if result.failed:
+            rows.append({"name": result.name, "failed": result.failed})
             continue
-        row = {"name": one.name, "seconds": one.seconds, "median_seconds": one.median}
-        rows.append(row | {"peak_bytes": one.peak_bytes, "loss": one.loss})
+        row = {"name": result.name, "seconds": result.seconds, "median_seconds": result.median}
+        rows.append(row | {"peak_bytes": result.peak_bytes, "loss": result.loss})
     dtype = str(case.dtype).removeprefix("torch.")
     return {
         "flce_bench": FORMAT,
@@ -62,14 +62,14 @@ def draw(
     from matplotlib import figure as figures
     from matplotlib.backends import backend_agg as agg
 
-    done = [one for one in results if not one.failed]
+    done = [result for result in results if not result.failed]
     figure = figures.Figure(figsize=(8, 2.6), layout="constrained")
     agg.FigureCanvasAgg(figure)
     sides = [
-        ("ms, forward and backward (median)", [1e3 * one.median for one in done]),
-        ("GiB over the operands (peak)", [one.peak_bytes / GIB for one in done]),
+        ("ms, forward and backward (median)", [1e3 * result.median for result in done]),
+        ("GiB over the operands (peak)", [result.peak_bytes / GIB for result in done]),
     ]
-    names = [one.name for one in done]
+    names = [result.name for result in done]
     colours = [_COLOURS.get(name, "#555555") for name in names]
     for axes, (label, values) in zip(figure.subplots(1, 2), sides, strict=True):
         bars = axes.barh(names, values, color=colours)

@@ -55,10 +55,10 @@ def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_inde
     check_tensor("targets", targets)
     sums_in_float32 = _checked(options) or options["accum_c_fp32"]
     shift = _check_shift(options["shift"], targets)
-    kept = targets.shape[-1] - shift if shift else None  # the positions that have a target
+    position_count = targets.shape[-1] - shift if shift else None  # of those that have a target
     if shift and targets.dim() == 1:  # flce shifts the rows of inputs with three dimensions or more
-        e, targets, shift = e[:kept], targets[shift:], 0
-    made = flce.linear_cross_entropy(
+        e, targets, shift = e[:position_count], targets[shift:], 0
+    result = flce.linear_cross_entropy(
         e,
         c,
         targets,
@@ -70,8 +70,8 @@ def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_inde
         accum_dtype=torch.float32 if sums_in_float32 and c.dtype != torch.float64 else None,
         return_lse=options["return_lse"],
     )
-    outputs = (made.loss, made.lse) if options["return_lse"] else (made,)
-    outputs = tuple(one[..., :kept] if one.dim() else one for one in outputs)
+    outputs = (result.loss, result.lse) if options["return_lse"] else (result,)
+    outputs = tuple(tensor[..., :position_count] if tensor.dim() else tensor for tensor in outputs)
     return outputs if options["return_lse"] else outputs[0]
 
 

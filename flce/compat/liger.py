@@ -156,11 +156,11 @@ def _outputs(input, weight, target, *, chunk_mem_const, use_token_scaling, **opt
     options["z_loss"] = options.pop("lse_square_scale") or 0.0
     options["accum_dtype"] = _sum_dtype(options["accum_dtype"], input)
     output = (_scaled if use_token_scaling else _plain)(input, weight, target, **options)
-    found = output.accuracy
+    accuracies = output.accuracy
     if of_tokens:
-        found = (output.predictions == target).to(output.loss.dtype)
-        found = found.masked_fill(is_equal(target, options["ignore_index"]), 0.0)
-    return output.loss, output.z_loss, found, output.predictions if predictions else None
+        accuracies = (output.predictions == target).to(output.loss.dtype)
+        accuracies = accuracies.masked_fill(is_equal(target, options["ignore_index"]), 0.0)
+    return output.loss, output.z_loss, accuracies, output.predictions if predictions else None
 
 
 def _is_float(tensor):
@@ -177,8 +177,8 @@ def _sum_dtype(accum_dtype, input):
     """flce's accum_dtype for Liger's: at least as exact, or unchanged for flce to refuse."""
     if accum_dtype not in DTYPES or not _is_float(input):
         return accum_dtype
-    own = input.dtype
-    operand = own if own == torch.float64 else autocast_dtype(input.device.type) or own
+    dtype = input.dtype
+    operand = dtype if dtype == torch.float64 else autocast_dtype(input.device.type) or dtype
     if torch.promote_types(operand, accum_dtype) == operand:
         return operand
     # Also for float64: Liger rounds each chunk's dW of 16-bit operands to 16 bits before it adds it
@@ -187,8 +187,8 @@ def _sum_dtype(accum_dtype, input):
 
 
 def _plain(*operands, **options):
-    made = flce.linear_cross_entropy(*operands, **options)
-    return made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
+    result = flce.linear_cross_entropy(*operands, **options)
+    return result if isinstance(result, tuple) else flce.LinearCrossEntropyOutput(result)
 
 
 def _scaled(*operands, reduction, **options):

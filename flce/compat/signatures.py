@@ -18,9 +18,9 @@ def takes(*required, keyword_only=False, **options):
     def decorate(function):
         @functools.wraps(function)
         def call(*args, **keywords):
-            given = {**dict(zip(names, args, strict=False)), **keywords}
-            named = {**options, **given}
-            if len(given) != len(args) + len(keywords) or len(named) != count:
+            arguments = {**dict(zip(names, args, strict=False)), **keywords}
+            named = {**options, **arguments}
+            if len(arguments) != len(args) + len(keywords) or len(named) != count:
                 inspect.signature(call).bind(*args, **keywords)  # raises the TypeError
             return function(**named)
 

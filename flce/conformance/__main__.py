@@ -33,31 +33,31 @@ def adapters_of(path: str | None) -> dict[str, typing.Callable]:
         return {}
     if not pathlib.Path(path).is_file():
         sys.exit(f"--adapters: expected a Python file, got {path}")
-    found = runpy.run_path(path).get("ADAPTERS")
-    if not isinstance(found, dict):
+    adapters = runpy.run_path(path).get("ADAPTERS")
+    if not isinstance(adapters, dict):
         sys.exit(
-            f"--adapters: expected ADAPTERS, {{name: function of it}}, in {path}, got {found!r}"
+            f"--adapters: expected ADAPTERS, {{name: function of it}}, in {path}, got {adapters!r}"
         )
-    return found
+    return adapters
 
 
-def records(given: argparse.Namespace) -> typing.Iterator[Record]:
-    names, drawn = given.impl.split(","), given.cases is not None
-    sizes = "small" if given.device == "cpu" else "large"
-    label = f"{given.cases} {sizes} cases of seed {given.seed}" if drawn else "suite"
-    listed = range(given.cases) if drawn else suite()
-    known = ADAPTERS | adapters_of(given.adapters)
+def records(arguments: argparse.Namespace) -> typing.Iterator[Record]:
+    names, drawn = arguments.impl.split(","), arguments.cases is not None
+    sizes = "small" if arguments.device == "cpu" else "large"
+    label = f"{arguments.cases} {sizes} cases of seed {arguments.seed}" if drawn else "suite"
+    listed = range(arguments.cases) if drawn else suite()
+    known = ADAPTERS | adapters_of(arguments.adapters)
     if unknown := set(names) - known.keys():
         sys.exit(f"--impl: one of {', '.join(known)}, got {', '.join(unknown)}")
     for at, name in enumerate(names):
         cases = list(enumerate(listed))
-        cases = cases if given.only is None else cases[given.only : given.only + 1]
+        cases = cases if arguments.only is None else cases[arguments.only : arguments.only + 1]
         if drawn:
             mine = [n for n, _ in cases if n % len(names) == at]
-            cases = [(n, draw(given.seed, n, sizes)) for n in mine]
-        settings = {"seconds": given.seconds, "batch": 256 if drawn else 1, "label": label}
+            cases = [(n, draw(arguments.seed, n, sizes)) for n in mine]
+        settings = {"seconds": arguments.seconds, "batch": 256 if drawn else 1, "label": label}
         if cases:
-            yield run(known[name](name), cases, given.device, **settings)
+            yield run(known[name](name), cases, arguments.device, **settings)
 
 
 def show(record: Record) -> None:
@@ -75,20 +75,20 @@ def show(record: Record) -> None:
 
 
 def main() -> int:
-    given, made = options(), []
-    if given.json and not given.json.absolute().parent.is_dir():  # before hours of cases
-        sys.exit(f"--json: expected a file in a folder that exists, got {given.json}")
-    for record in records(given):
+    arguments, results = options(), []
+    if arguments.json and not arguments.json.absolute().parent.is_dir():  # before hours of cases
+        sys.exit(f"--json: expected a file in a folder that exists, got {arguments.json}")
+    for record in records(arguments):
         show(record)
-        made.append(vars(record))
-        if given.json:
-            given.json.write_text(json.dumps(made, indent=1) + "\n")
-    if not made:
+        results.append(vars(record))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if not results:
         sys.exit("--cases, --only: expected to leave a case, got none")
-    for record in made:
+    for record in results:
         if not record["counts"].keys() - {"not offered", "not run"}:
             sys.exit(f"--impl: expected {record['impl']} to be run on a case, got none")
-    return int(any(record["wrong"] for record in made))
+    return int(any(record["wrong"] for record in results))
 
 
 if __name__ == "__main__":

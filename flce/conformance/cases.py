@@ -181,9 +181,9 @@ def _calls() -> typing.Iterator[Case]:
 def _each(group, settings, **others) -> typing.Iterator[Case]:
     """A case for each setting, reduction and dtype of SINGLE_AND_HALVES."""
     for dtype, reduction, setting in itertools.product(SINGLE_AND_HALVES, REDUCTIONS, settings):
-        given = others | setting | {"reduction": reduction}
+        fields = others | setting | {"reduction": reduction}
         name = f"{_text(setting)}, {reduction}"
-        yield Case(group, 48, 128, 504, dtype, **given, name=name)
+        yield Case(group, 48, 128, 504, dtype, **fields, name=name)
 
 
 def _text(setting: dict) -> str:
@@ -212,12 +212,12 @@ _SETTINGS += [{"call": call} for call in ("second backward", "interleaved", "no_
 def _pairs() -> typing.Iterator[Case]:
     """Every two settings together, all else plain; in float32, whose tolerance is the smallest of
     what all implementations offer, and in bfloat16, unless float64 is one of the two."""
-    for one, other in itertools.combinations(_SETTINGS, 2):
-        if any(one[name] != other[name] for name in one.keys() & other.keys()):
+    for first, second in itertools.combinations(_SETTINGS, 2):
+        if any(first[name] != second[name] for name in first.keys() & second.keys()):
             continue
-        both = {"hidden": 32, "vocab": 72, "dtype": "float32", **one, **other}
+        both = {"hidden": 32, "vocab": 72, "dtype": "float32", **first, **second}
         rows = both["vocab"] if both.get("layout") == "same" else 20
-        both = {"tokens": rows, **both, "name": f"{_text(one)} + {_text(other)}"}
+        both = {"tokens": rows, **both, "name": f"{_text(first)} + {_text(second)}"}
         case = Case("pairs", **both)
         if not _is_defined(case):
             continue
@@ -288,34 +288,35 @@ _CALLS = ("once",) * 5 + ("second backward", "interleaved", "no_grad")
 def draw(seed: int, index: int, sizes: str = "small") -> Case:
     """Case `index` of the sequence `seed`, always the same; sizes: small or large."""
     drawn = random.Random(f"{seed} {index}")
-    given = {name: drawn.choice(values) for name, values in _CHOICES.items()}
+    fields = {name: drawn.choice(values) for name, values in _CHOICES.items()}
     listed = (_LARGE if sizes == "large" else _SMALL).split(",")
     for name, numbers in zip(("tokens", "hidden", "vocab"), listed, strict=True):
-        given[name] = int(drawn.choice(numbers.split()))
-    given |= {"dtype": drawn.choice(tuple(NAMES)), "seed": drawn.getrandbits(48)}
+        fields[name] = int(drawn.choice(numbers.split()))
+    fields |= {"dtype": drawn.choice(tuple(NAMES)), "seed": drawn.getrandbits(48)}
     for (name, value), values in _OTHERS.items():
-        given[name] = drawn.choice(values) if given[name] == value else given[name]
-    given["call"] = drawn.choice(_CALLS)
+        fields[name] = drawn.choice(values) if fields[name] == value else fields[name]
+    fields["call"] = drawn.choice(_CALLS)
     if drawn.random() < 0.05:
-        given |= drawn.choice(({"tokens": 300}, {"tokens": 513}, {"hidden": 520}, {"hidden": 1025}))
-    return _settled(given)
+        larger_sizes = {"tokens": 300}, {"tokens": 513}, {"hidden": 520}, {"hidden": 1025}
+        fields |= drawn.choice(larger_sizes)
+    return _settled(fields)
 
 
-def _settled(given: dict) -> Case:
+def _settled(fields: dict) -> Case:
     """The case drawn, with what contradicts itself taken out."""
-    if given["layout"] == "same":
-        given["tokens"] = given["vocab"] = min(given["vocab"], 600)
-    if given["layout"] == "tied" and given["tokens"] > given["vocab"]:
-        given["layout"] = "plain"
-    shared = given["layout"] in ("tied", "same")
-    if shared and given["logits"] in ("huge", "offset"):  # it would be squared
-        given["logits"] = "flat"
+    if fields["layout"] == "same":
+        fields["tokens"] = fields["vocab"] = min(fields["vocab"], 600)
+    if fields["layout"] == "tied" and fields["tokens"] > fields["vocab"]:
+        fields["layout"] = "plain"
+    shared = fields["layout"] in ("tied", "same")
+    if shared and fields["logits"] in ("huge", "offset"):  # it would be squared
+        fields["logits"] = "flat"
     # An offset with a z-loss has gradients that overflow float16.
-    given["z_loss" if given["logits"] == "offset" else "offset"] = 0.0
-    given["poisoned"] &= not shared and given["ignored"] != "none"  # NaN in w reaches all logits
-    if given["bias"] == "masked" and given["label_smoothing"]:  # a loss of inf
-        given["bias"] = "normal"
+    fields["z_loss" if fields["logits"] == "offset" else "offset"] = 0.0
+    fields["poisoned"] &= not shared and fields["ignored"] != "none"  # NaN in w reaches all logits
+    if fields["bias"] == "masked" and fields["label_smoothing"]:  # a loss of inf
+        fields["bias"] = "normal"
     # The bias's gradient is a sum of nearly equal terms, whose roundings `_mixed` speaks of.
-    if given["tokens"] > 65 and (given["label_smoothing"] or given["logits"] == "flat"):
-        given["bias"] = None
-    return Case("drawn", **given | ({"wants": "both"} if shared else {}))
+    if fields["tokens"] > 65 and (fields["label_smoothing"] or fields["logits"] == "flat"):
+        fields["bias"] = None
+    return Case("drawn", **fields | ({"wants": "both"} if shared else {}))

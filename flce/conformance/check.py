@@ -56,11 +56,11 @@ class Adapter:
         return ", ".join(sorted(case.needs() - self.offers)) or self.refuses(case)
 
 
-def _constants(given: Operands) -> dict[str, torch.Tensor]:
+def _constants(operands: Operands) -> dict[str, torch.Tensor]:
     """What an implementation reads and may not write, by name."""
-    named = {"x": given.x, "w": given.w, "y": given.y, "bias": given.bias}
-    named |= {"class weights": given.options.get("weight"), "upstream": given.upstream}
-    return {name: one.detach() for name, one in named.items() if one is not None}
+    named = {"x": operands.x, "w": operands.w, "y": operands.y, "bias": operands.bias}
+    named |= {"class weights": operands.options.get("weight"), "upstream": operands.upstream}
+    return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
 
 
 class Compared(typing.NamedTuple):
@@ -77,25 +77,27 @@ class Compared(typing.NamedTuple):
         return ratio.masked_fill(ratio.isnan(), torch.inf)
 
 
-def errors(adapter: Adapter, case: Case, given: Operands, expected: Truth) -> dict[str, Compared]:
+def errors(
+    adapter: Adapter, case: Case, operands: Operands, expected: Truth
+) -> dict[str, Compared]:
     """By the result's name; of an operand that was written to, inf at the elements that were.
     Raises what the implementation raises."""
-    before = {name: one.clone() for name, one in _constants(given).items()}
-    results = CALLS[case.call](adapter.loss, case, given)
-    found = {}
-    for name, value in _constants(given).items():
+    before = {name: tensor.clone() for name, tensor in _constants(operands).items()}
+    results = CALLS[case.call](adapter.loss, case, operands)
+    comparisons = {}
+    for name, value in _constants(operands).items():
         written = (value != before[name]) & ~(value.isnan() & before[name].isnan())
         error = torch.where(written, torch.inf, 0.0)
-        found[f"{name}, written to"] = Compared(error, torch.zeros_like(error))
+        comparisons[f"{name}, written to"] = Compared(error, torch.zeros_like(error))
     for name, value in results.items():
-        found[name] = _compared(adapter, case, given, expected, name.split(",")[0], value)
-    return found
+        comparisons[name] = _compared(adapter, case, operands, expected, name.split(",")[0], value)
+    return comparisons
 
 
-def _compared(adapter, case, given, expected, name, value):
+def _compared(adapter, case, operands, expected, name, value):
     """A result and the truth."""
     exact, tolerance = expected.exact[name], expected.tolerance[name]
-    dtypes = _dtypes_of_loss(adapter, given) if name == "loss" else [given.leaves[name].dtype]
+    dtypes = _dtypes_of_loss(adapter, operands) if name == "loss" else [operands.leaves[name].dtype]
     why = value if isinstance(value, str) else ""
     if not why and value.shape != exact.shape:
         why = f"expected the shape {tuple(exact.shape)}, got {tuple(value.shape)}"
@@ -107,14 +109,14 @@ def _compared(adapter, case, given, expected, name, value):
     if name == "loss":
         tolerance = tolerance + UNIT[value.dtype] * exact.abs()
         if case.reduction == "mean":  # of no rows: 0, or NaN as torch has it
-            right |= value.isnan() & (given.y == case.ignore_index).all()
+            right |= value.isnan() & (operands.y == case.ignore_index).all()
     return Compared((value.double() - exact).abs().masked_fill(right, 0.0), tolerance)
 
 
-def _dtypes_of_loss(adapter: Adapter, given: Operands) -> list[torch.dtype]:
-    if given.x.dtype == torch.float64:
+def _dtypes_of_loss(adapter: Adapter, operands: Operands) -> list[torch.dtype]:
+    if operands.x.dtype == torch.float64:
         return [torch.float64]
-    of_operands = [given.x.dtype] if adapter.half_loss and given.x.itemsize == 2 else []
+    of_operands = [operands.x.dtype] if adapter.half_loss and operands.x.itemsize == 2 else []
     return [torch.float32, torch.float64, *of_operands]
 
 
@@ -122,9 +124,10 @@ def evaluate(adapter: Adapter, case: Case, device: torch.device) -> torch.Tensor
     """The largest error over its tolerance (inf for NaN), and the largest `Truth.moved`: two
     numbers on the device, for which this does not wait."""
     with _threads(case):
-        given = build(case, device)
-        expected = truth(case, given, adapter.rounds(case, device))
-        ratios = [one.ratio() for one in errors(adapter, case, given, expected).values()]
+        operands = build(case, device)
+        expected = truth(case, operands, adapter.rounds(case, device))
+        comparisons = errors(adapter, case, operands, expected).values()
+        ratios = [comparison.ratio() for comparison in comparisons]
         return torch.stack([_largest(*ratios), _largest(expected.moved)])
 
 
@@ -143,26 +146,26 @@ def _threads(case: Case) -> typing.Iterator[None]:
 
 def _largest(*tensors: torch.Tensor) -> torch.Tensor:
     """Of all elements, 0 of none."""
-    maxima = [one.amax().double() for one in tensors if one.numel()]
+    maxima = [tensor.amax().double() for tensor in tensors if tensor.numel()]
     return torch.stack(maxima).amax() if maxima else tensors[0].sum().double()
 
 
 def explain(adapter: Adapter, case: Case, device: torch.device) -> list[str]:
     """A line for each result that is wrong: where, by how much, and the tolerance there."""
     with _threads(case):
-        given, lines = build(case, device), []
-        expected = truth(case, given, adapter.rounds(case, device))
-        compared = errors(adapter, case, given, expected)
-    for name, found in compared.items():
-        bad = ~(found.error <= found.tolerance)
-        if found.why:
-            lines.append(f"{name}: {found.why}")
+        operands, lines = build(case, device), []
+        expected = truth(case, operands, adapter.rounds(case, device))
+        comparisons = errors(adapter, case, operands, expected)
+    for name, comparison in comparisons.items():
+        bad = ~(comparison.error <= comparison.tolerance)
+        if comparison.why:
+            lines.append(f"{name}: {comparison.why}")
         elif bad.any():
-            at = int(found.ratio().argmax())
-            place = [int(one) for one in torch.unravel_index(torch.tensor(at), bad.shape)]
-            one, limit = (f"{values.flatten()[at].item():.2e}" for values in found[:2])
+            at = int(comparison.ratio().argmax())
+            place = [int(index) for index in torch.unravel_index(torch.tensor(at), bad.shape)]
+            error, limit = (f"{values.flatten()[at].item():.2e}" for values in comparison[:2])
             count = f"{int(bad.sum())} of {bad.numel()} elements"
-            lines.append(f"{name}{place or ''}: error {one}, tolerance {limit}; {count}")
+            lines.append(f"{name}{place or ''}: error {error}, tolerance {limit}; {count}")
     return lines
 
 
@@ -192,7 +195,7 @@ class Record:
     def fail(self, how: str, index: int, case: Case, what: list[str]) -> None:
         self.counts[how] += 1
         self.wrong[f"{case.group}: {how}"] += 1
-        if sum(one["group"] == case.group for one in self.failures) < LISTED:
+        if sum(failure["group"] == case.group for failure in self.failures) < LISTED:
             described = {"index": index, "group": case.group, "case": str(case), "what": what}
             self.failures.append(described)
 
@@ -233,7 +236,7 @@ def run(
 def _settle(record, adapter, device, pending):
     """Reads the outcomes with one wait for the device, and counts them."""
     read, pending[:] = list(pending), []
-    values = torch.stack([one[2] for one in read]).tolist() if read else []
+    values = torch.stack([outcome[2] for outcome in read]).tolist() if read else []
     for (index, case, _), (ratio, moved) in zip(read, values, strict=True):
         if not ratio <= 1.0:
             record.gross += ratio > GROSS

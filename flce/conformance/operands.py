@@ -49,7 +49,7 @@ def build(case: Case, device: torch.device | str) -> Operands:
         x = x.masked_fill((y == case.ignore_index).unsqueeze(-1), math.nan)
     bias, weight = _bias(case, y, draws, device), _class_weights(case, y, draws, device)
     y, upstream = y.to(torch.int32 if case.int32 else y.dtype), _upstream(case, draws, device)
-    x, w, y, bias, weight = (_laid_out(case.layout, one) for one in (x, w, y, bias, weight))
+    x, w, y, bias, weight = (_laid_out(case.layout, tensor) for tensor in (x, w, y, bias, weight))
     if case.layout == "strided":  # classes next to each other, as in a weight that is transposed
         w = w.T.contiguous().T
     leaves = {"input": x, "weight": w} | ({} if bias is None else {"bias": bias})

@@ -54,17 +54,17 @@ def rounded(error, value, dtype, times, scale=1.0):
 
 
 @torch.no_grad()
-def truth(case: Case, given: Operands, rounding: Rounding) -> Truth:
+def truth(case: Case, operands: Operands, rounding: Rounding) -> Truth:
     """The Truth of operands for an implementation that rounds so."""
-    dtype, upstream = given.x.dtype, given.upstream.double().expand(case.tokens).unsqueeze(-1)
+    dtype, upstream = operands.x.dtype, operands.upstream.double().expand(case.tokens).unsqueeze(-1)
     stat = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
-    unit = 2.0 * stat if given.x.is_cuda and dtype.itemsize == 2 else stat
-    cut = (given.y == case.ignore_index).unsqueeze(-1)
-    y = given.y.unsqueeze(-1).masked_fill(cut, 0).long()
-    x, w = given.x.double().masked_fill(cut, 0.0), given.w.double()
-    logits, slope, error, slope_error, moved = _logits(case, given, x, w, rounding, stat, unit)
+    unit = 2.0 * stat if operands.x.is_cuda and dtype.itemsize == 2 else stat
+    cut = (operands.y == case.ignore_index).unsqueeze(-1)
+    y = operands.y.unsqueeze(-1).masked_fill(cut, 0).long()
+    x, w = operands.x.double().masked_fill(cut, 0.0), operands.w.double()
+    logits, slope, error, slope_error, moved = _logits(case, operands, x, w, rounding, stat, unit)
     exponentials = rounding.exponentials * UNIT[dtype]
-    row, row_error, dl, dl_error = _rows(case, given, logits, error, y, cut, stat, exponentials)
+    row, row_error, dl, dl_error = _rows(case, operands, logits, error, y, cut, stat, exponentials)
     dl, dl_error = upstream * dl, upstream.abs() * dl_error
     dz = dl * slope
     dz_error = dl_error * (slope + slope_error) + dl.abs() * slope_error
@@ -84,35 +84,35 @@ def truth(case: Case, given: Operands, rounding: Rounding) -> Truth:
         bound = bounds[name].masked_fill(bounds[name].isnan(), torch.inf)
         bound = rounded(bound, value, dtype, rounding.results, scale)
         bounds[name] = bound.masked_fill(none if name == "input" else none.all(), 0.0)
-    if given.rows is not None:  # autograd adds x's gradient to its rows of w's
-        exact["weight"].index_add_(0, given.rows, exact["input"])
-        bounds["weight"].index_add_(0, given.rows, bounds["input"])
+    if operands.rows is not None:  # autograd adds x's gradient to its rows of w's
+        exact["weight"].index_add_(0, operands.rows, exact["input"])
+        bounds["weight"].index_add_(0, operands.rows, bounds["input"])
         bounds["weight"] = rounded(bounds["weight"], exact["weight"], dtype, 1)
         bounds["weight"] = bounds["weight"].masked_fill(none.all(), 0.0)
     if case.reduction != "none":
         row_error = row_error.sum() + sums(case.tokens, stat) * row.abs().sum()
         row = row.sum()
     exact["loss"], bounds["loss"] = row, row_error
-    undefined = _is_undefined(case, given, cut, y)
+    undefined = _is_undefined(case, operands, cut, y)
     bounds = {name: bound.masked_fill(undefined, torch.inf) for name, bound in bounds.items()}
     return Truth(exact, bounds, moved.masked_fill(cut.squeeze(-1), 0.0))
 
 
-def _is_undefined(case, given, cut, y):
+def _is_undefined(case, operands, cut, y):
     """Whether the loss is a mean whose denominator, a sum of class weights, is 0."""
-    weight = given.options.get("weight")
+    weight = operands.options.get("weight")
     if weight is None or case.reduction != "mean":
         return torch.zeros((), dtype=torch.bool, device=y.device)
     return (weight.double()[y].masked_fill(cut, 0.0).sum() == 0) & ~cut.all()
 
 
-def _logits(case, given, x, w, rounding, stat, unit):
+def _logits(case, operands, x, w, rounding, stat, unit):
     """l, dl/dz, bounds of their errors, and what the rounding of a row's logits alone may do."""
-    z, bias = x @ w.T, x.new_zeros(case.vocab) if given.bias is None else given.bias.double()
+    z, bias = x @ w.T, x.new_zeros(case.vocab) if operands.bias is None else operands.bias.double()
     out = bias.isinf()  # classes whose logit is -inf, without an error
     size = x.abs() @ w.abs().T + bias.abs()
     by_rounding = torch.maximum(z.abs(), (z + bias).abs()).masked_fill(out, 0.0)
-    by_rounding *= rounding.logits * UNIT[given.x.dtype]
+    by_rounding *= rounding.logits * UNIT[operands.x.dtype]
     z, moved = z + bias, by_rounding.amax(-1)
     error = (by_rounding + sums(case.hidden, unit) * size).masked_fill(out, 0.0)
     if case.softcap is None:
@@ -126,7 +126,7 @@ def _logits(case, given, x, w, rounding, stat, unit):
     return case.softcap * t, slope, error, slope_error, moved
 
 
-def _rows(case, given, logits, error, y, cut, stat, exponentials):
+def _rows(case, operands, logits, error, y, cut, stat, exponentials):
     """The rows' parts of the loss, their gradients by the logits, bounds of the errors of both."""
     few, vocab, count = OPERATIONS * stat, case.vocab, sums(case.tokens, stat)
     finite = logits.masked_fill(logits.isinf(), 0.0)  # of a class of -inf, no product is needed
@@ -138,19 +138,20 @@ def _rows(case, given, logits, error, y, cut, stat, exponentials):
     lse_error = torch.logsumexp(log_p + error, -1, keepdim=True)
     lse_error = lse_error + few * lse.abs() + sums(vocab, stat)
     p_error = p * torch.expm1((error + lse_error).clamp(max=80.0))
-    flushed = TINY.get(given.x.dtype, 2.0**-126) if exponentials else 2.0**-126
+    flushed = TINY.get(operands.x.dtype, 2.0**-126) if exponentials else 2.0**-126
     p_error = p_error.clamp(max=1.0) + (few + exponentials) * p + flushed
-    # A row's loss: total lse - own l_y - sum_j spread_j l_j + z_loss lse^2.
-    weight = given.options.get("weight")
+    # A row's loss: total lse - at_target l_y - sum_j spread_j l_j + z_loss lse^2.
+    weight = operands.options.get("weight")
     weight = logits.new_ones(vocab) if weight is None else weight.double()
-    own, spread = (1.0 - case.label_smoothing) * weight[y], case.label_smoothing / vocab * weight
-    total, total_size = own + spread.sum(), own.abs() + spread.abs().sum()
+    at_target = (1.0 - case.label_smoothing) * weight[y]
+    spread = case.label_smoothing / vocab * weight
+    total, total_size = at_target + spread.sum(), at_target.abs() + spread.abs().sum()
 
-    def combined(own, spread, values):
-        return own * values.gather(-1, y) + (values @ spread).unsqueeze(-1)
+    def combined(at_target, spread, values):
+        return at_target * values.gather(-1, y) + (values @ spread).unsqueeze(-1)
 
-    loss = total * lse - combined(own, spread, finite)
-    sizes = own.abs(), spread.abs()
+    loss = total * lse - combined(at_target, spread, finite)
+    sizes = at_target.abs(), spread.abs()
     apart = total_size * lse.abs() + combined(*sizes, finite.abs())
     terms = vocab if case.label_smoothing else 1
     loss_error = total_size * lse_error + combined(*sizes, error)
@@ -166,8 +167,8 @@ def _rows(case, given, logits, error, y, cut, stat, exponentials):
     row = of_loss * loss + of_square * square
     row_error = of_loss.abs() * loss_error + of_square * square_error
     of_lse = 2.0 * case.z_loss * of_square
-    q = (of_loss * spread).scatter_add(-1, y, of_loss * own)
-    q_size = (of_loss * spread).abs().scatter_add(-1, y, (of_loss * own).abs())
+    q = (of_loss * spread).scatter_add(-1, y, of_loss * at_target)
+    q_size = (of_loss * spread).abs().scatter_add(-1, y, (of_loss * at_target).abs())
     size = of_loss.abs() * total_size + of_lse * lse.abs()
     dl = (of_loss * total + of_lse * lse) * p - q
     dl_error = size * p_error + of_lse * lse_error * (p + p_error)

@@ -19,17 +19,17 @@ _SIZES = ("layers", "heads", "kv_heads", "head_dim", "intermediate")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def _optimizer(given: str) -> str | float:
+def _optimizer(argument: str) -> str | float:
     try:
-        return given if given in OPTIMIZERS else float(given)
+        return argument if argument in OPTIMIZERS else float(argument)
     except ValueError:
         expected = f"{', '.join(OPTIMIZERS)} or bytes of a parameter"
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {given!r}") from None
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {argument!r}") from None
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m flce.estimate", description=__doc__)
-    add = made.add_argument
+    arguments = argparse.ArgumentParser(prog="python -m flce.estimate", description=__doc__)
+    add = arguments.add_argument
     add("--model", metavar="PATH", help="a config.json of transformers, or its folder")
     add("--hidden", type=int, help="without --model: the hidden size")
     add("--vocab", type=int, help="without --model: the vocabulary")
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--flash", action="store_true", help="attention by flash-attn, else SDPA")
     add("--max-memory", help="as in flce.linear_cross_entropy")
     add("--json", action="store_true", help="an object of JSON: bytes and seconds")
-    return made
+    return arguments
 
 
 def _model(options: argparse.Namespace) -> Model:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sequences=options.sequences,
             flash=options.flash,
         )
-        found = estimate(
+        result = estimate(
             _model(options),
             options.tokens,
             gpu=options.gpu,
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         print(f"flce.estimate: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(record(found), indent=1) if options.json else text(found))
+    print(json.dumps(record(result), indent=1) if options.json else text(result))
     return 0
 
 

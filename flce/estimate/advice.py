@@ -70,27 +70,28 @@ def small_memory(model: Model) -> int:
     return -(-max(256 * MIB, 512 * 2 * model.vocab) // MIB) * MIB
 
 
-def advise(found: Outcome) -> Advice:
-    longer = found.longest.flce >= (1 + LEAST) * found.longest.eager and found.longest.flce > 0
-    helps = found.memory >= LEAST or found.time >= LEAST or longer
-    verdict = _verdict(found, longer) if helps else _refusal(found)
-    return Advice(helps, verdict, tuple(_options(found)) if helps else ())
+def advise(outcome: Outcome) -> Advice:
+    before, after = outcome.longest.eager, outcome.longest.flce
+    longer = after >= (1 + LEAST) * before and after > 0
+    helps = outcome.memory >= LEAST or outcome.time >= LEAST or longer
+    verdict = _verdict(outcome, longer) if helps else _refusal(outcome)
+    return Advice(helps, verdict, tuple(_options(outcome)) if helps else ())
 
 
-def _options(found: Outcome) -> Iterator[str]:
-    fused, plan, times = found.flce, found.plan, found.times
+def _options(outcome: Outcome) -> Iterator[str]:
+    fused, plan, times = outcome.flce, outcome.plan, outcome.times
     yield "flce.fuse(model), or flce.linear_cross_entropy(hidden, head.weight, labels)"
-    less = fused.peak - found.small.peak
+    less = fused.peak - outcome.small.peak
     if less >= LEAST * fused.peak:
-        name = f'max_memory="{found.small_memory // MIB}MiB"'
+        name = f'max_memory="{outcome.small_memory // MIB}MiB"'
         yield f"{name}: {less / GIB:.2f} GiB less, a little slower"
-    less = plan.peak_bytes - found.accumulating.peak_bytes
+    less = plan.peak_bytes - outcome.accumulating.peak_bytes
     if less >= LEAST * fused.peak:
         yield (
             'with gradient accumulation, accumulate_into="grad": '
             f"{less / GIB:.2f} GiB less in each step after the first (docs/memory.md)"
         )
-    if not found.training.checkpointing and found.longest.flce < 2 * found.longest.eager:
+    if not outcome.training.checkpointing and outcome.longest.flce < 2 * outcome.longest.eager:
         yield (
             "activation checkpointing (--checkpointing here): activations are most of what is "
             "left, and without them the logits are what bounds a sequence"
@@ -103,25 +104,25 @@ def _options(found: Outcome) -> Iterator[str]:
         )
 
 
-def _refusal(found: Outcome) -> str:
-    where = _PEAKS[found.eager.moment]
+def _refusal(outcome: Outcome) -> str:
+    where = _PEAKS[outcome.eager.moment]
     return f"It will not help: the loss takes little of a step, and {where}."
 
 
-def _verdict(found: Outcome, longer: bool) -> str:
-    eager, fused, gains = found.eager.peak, found.flce.peak, []
-    if found.memory >= LEAST:
-        gains.append(f"{(eager - fused) / GIB:.2f} GiB less memory ({found.memory:.0%})")
-    if found.time >= LEAST:
-        gains.append(f"a step about {found.time:.0%} shorter")
+def _verdict(outcome: Outcome, longer: bool) -> str:
+    eager, fused, gains = outcome.eager.peak, outcome.flce.peak, []
+    if outcome.memory >= LEAST:
+        gains.append(f"{(eager - fused) / GIB:.2f} GiB less memory ({outcome.memory:.0%})")
+    if outcome.time >= LEAST:
+        gains.append(f"a step about {outcome.time:.0%} shorter")
     if longer:
-        before, after = found.longest.eager, found.longest.flce
+        before, after = outcome.longest.eager, outcome.longest.flce
         gains.append(f"sequences of up to {after:,} tokens in place of {before:,}")
     text = f"It helps: {', '.join(gains)}."
-    if found.memory < LEAST:
-        text += f" This step takes as much memory as before: {_PEAKS[found.flce.moment]}."
-    if fused > found.usable:
+    if outcome.memory < LEAST:
+        text += f" This step takes as much memory as before: {_PEAKS[outcome.flce.moment]}."
+    if fused > outcome.usable:
         text += " The step does not fit this GPU either way."
-    elif eager > found.usable:
+    elif eager > outcome.usable:
         text += " Without flce the step does not fit this GPU."
     return text

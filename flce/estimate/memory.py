@@ -101,8 +101,8 @@ def token_bytes(model: Model, training: Training, masked: bool) -> int:
     total += norm * (queries + keys) if model.head_norms else 0
     # Queries, keys, values and the result; with a mask SDPA's keys and values are repeated for
     # each query head (a single one is only viewed so). The logsumexp of each head.
-    kept = queries if masked and model.kv_heads > 1 else keys
-    total += 2 * e * (queries + kept) + WIDE * model.heads
+    key_width = queries if masked and model.kv_heads > 1 else keys
+    total += 2 * e * (queries + key_width) + WIDE * model.heads
     # Gate, its activation, up, and their product.
     return total + 4 * e * model.intermediate
 
@@ -124,7 +124,7 @@ def peaks(model: Model, tokens: int, training: Training, loss: int) -> Peaks:
     gradients = model.parameters * e
     persistent = gradients + state  # the parameters have the size of their gradients
     every, largest = layer_bytes(model, tokens, training)
-    kept = model.layers * hidden * e if training.checkpointing else every
+    activations = model.layers * hidden * e if training.checkpointing else every
     # A boolean mask of all layers with a window.
     mask = tokens * (tokens // training.sequences) if mask_layers(model, tokens, training) else 0
     final_norm = (WIDE + (WIDE if model.wide_norms else e) + e) * hidden
@@ -138,8 +138,8 @@ def peaks(model: Model, tokens: int, training: Training, loss: int) -> Peaks:
     embedding = head if model.tied else 0
     before = gradients - (0 if model.tied else head) - model.layer_parameters * e
     return Peaks(
-        loss=persistent + kept + mask + final_norm + loss,
-        backward=persistent + kept + mask + head + recomputed + passing,
+        loss=persistent + activations + mask + final_norm + loss,
+        backward=persistent + activations + mask + head + recomputed + passing,
         gradients=persistent + max(before + mask + one_layer + passing, gradients + embedding),
         update=persistent + gradients + allocated,
     )

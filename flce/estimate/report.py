@@ -17,24 +17,24 @@ _MOMENTS = {
 }
 
 
-def text(found: Estimate) -> str:
+def text(estimate: Estimate) -> str:
     """A table and sentences."""
-    model, training = found.model, found.training
+    model, training = estimate.model, estimate.training
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f} B parameters, {model.layers} layers, "
         f"hidden {model.hidden}, vocabulary {model.vocab}{', tied' if model.tied else ''}",
-        f"{found.tokens} tokens in {_counted(training.sequences, 'sequence')}, "
-        f"{str(training.dtype).removeprefix('torch.')}, {_optimizer(found)}, activation "
+        f"{estimate.tokens} tokens in {_counted(training.sequences, 'sequence')}, "
+        f"{str(training.dtype).removeprefix('torch.')}, {_optimizer(estimate)}, activation "
         f"checkpointing {'on' if training.checkpointing else 'off'}",
-        f"{found.gpu.text}: {found.gpu.memory / GIB:.0f} GiB, of which a step may take "
-        f"{found.usable / GIB:.0f}",
+        f"{estimate.gpu.text}: {estimate.gpu.memory / GIB:.0f} GiB, of which a step may take "
+        f"{estimate.usable / GIB:.0f}",
         *(f"note: {note}" for note in model.notes),
         "",
         f"{'':34}{'eager loss':>14}{'flce':>14}",
     ]
-    lines += [_row(name, eager, fused) for name, eager, fused in _rows(found)]
-    lines += ["", found.advice.verdict]
-    lines += [f"  - {option}" for option in found.advice.options]
+    lines += [_row(name, eager, fused) for name, eager, fused in _rows(estimate)]
+    lines += ["", estimate.advice.verdict]
+    lines += [f"  - {option}" for option in estimate.advice.options]
     return "\n".join(lines)
 
 
@@ -42,8 +42,8 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}{'' if count == 1 else 's'}"
 
 
-def _optimizer(found: Estimate) -> str:
-    optimizer = found.training.optimizer
+def _optimizer(estimate: Estimate) -> str:
+    optimizer = estimate.training.optimizer
     return optimizer if isinstance(optimizer, str) else f"{optimizer:g} optimizer bytes a parameter"
 
 
@@ -55,12 +55,12 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _rows(found: Estimate) -> list[tuple[str, str, str]]:
-    eager, fused, times = found.eager, found.flce, found.times
+def _rows(estimate: Estimate) -> list[tuple[str, str, str]]:
+    eager, fused, times = estimate.eager, estimate.flce, estimate.times
     rows = [("peak memory of a step", _gib(eager.peak), _gib(fused.peak))]
     for moment, name in _MOMENTS.items():
         rows.append((f"  {name}", _gib(getattr(eager, moment)), _gib(getattr(fused, moment))))
-    longest = (f"{found.longest.eager:,}", f"{found.longest.flce:,}")
+    longest = (f"{estimate.longest.eager:,}", f"{estimate.longest.flce:,}")
     rows.append(("longest sequence, one a step", *longest))
     if times.eager:
         rows.append(("time of a step, roughly", _ms(times.eager), _ms(times.flce)))
@@ -77,15 +77,15 @@ def _peaks(peaks: Peaks) -> dict[str, Any]:
     return {"peak_bytes": peaks.peak, "moment": peaks.moment, "moments": asdict(peaks)}
 
 
-def record(found: Estimate) -> dict[str, Any]:
+def record(estimate: Estimate) -> dict[str, Any]:
     """What `text` shows, as an object of JSON; bytes and seconds."""
-    times, plan = found.times, found.plan
-    training = asdict(found.training) | {
-        "dtype": str(found.training.dtype).removeprefix("torch."),
+    times, plan = estimate.times, estimate.plan
+    training = asdict(estimate.training) | {
+        "dtype": str(estimate.training.dtype).removeprefix("torch."),
     }
     sides = {
-        "eager": _peaks(found.eager) | {"longest_sequence": found.longest.eager},
-        "flce": _peaks(found.flce) | {"longest_sequence": found.longest.flce},
+        "eager": _peaks(estimate.eager) | {"longest_sequence": estimate.longest.eager},
+        "flce": _peaks(estimate.flce) | {"longest_sequence": estimate.longest.flce},
     }
     if times.eager:
         heads = {"eager": times.eager_head, "flce": times.flce_head}
@@ -93,10 +93,10 @@ def record(found: Estimate) -> dict[str, Any]:
             step = times.layers + head
             sides[side] |= {"seconds": step, "head_share": times.share(head)}
     return {
-        "model": asdict(found.model) | {"parameters": found.model.parameters},
-        "tokens": found.tokens,
+        "model": asdict(estimate.model) | {"parameters": estimate.model.parameters},
+        "tokens": estimate.tokens,
         "training": training,
-        "gpu": found.gpu._asdict() | {"usable_bytes": found.usable},
+        "gpu": estimate.gpu._asdict() | {"usable_bytes": estimate.usable},
         "plan": {
             "save": plan.save,
             "kernel": plan.kernel,
@@ -105,7 +105,7 @@ def record(found: Estimate) -> dict[str, Any]:
             "peak_bytes": plan.peak_bytes,
         },
         **sides,
-        "helps": found.helps,
-        "verdict": found.advice.verdict,
-        "options": list(found.advice.options),
+        "helps": estimate.helps,
+        "verdict": estimate.advice.verdict,
+        "options": list(estimate.advice.options),
     }

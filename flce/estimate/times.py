@@ -80,5 +80,5 @@ def _layers(
     pairs = tokens * (tokens // training.sequences) * model.heads * model.head_dim
     effort = 0.5 * (model.layers - masked) / ATTENTION_SHARE + masked / MASKED_SHARE
     attention = effort * 2 * pairs * (forwards + 0.5) / nominal
-    kept, _ = layer_bytes(model, tokens, training)
-    return products + attention + LAYER_PASSES * forwards / 3 * kept / moved
+    activations, _ = layer_bytes(model, tokens, training)
+    return products + attention + LAYER_PASSES * forwards / 3 * activations / moved

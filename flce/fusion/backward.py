@@ -1,9 +1,9 @@
 """The autograd nodes of deferred logits: the head's product, and the losses computed without it.
 
 A loss by flce has a graph of its own, to the leaves of a head's call, which are the operands
-without their graphs. Autograd sees a function of the deferred Tensor instead, `Routed`, whose
-gradient has no values (gradient.py); `HeadProduct` runs flce's graph, after the hooks that make the
-weights whole.
+without their graphs. Autograd sees a function of the deferred Tensor instead, `LossOfLogits`, whose
+gradient has no values (gradient.py, which begins with an example); `HeadProduct` runs flce's graph,
+after the hooks that make the weights whole.
 """
 
 import collections
@@ -14,8 +14,16 @@ import torch
 
 from .. import torch_private
 from ..autograd import all_gradients_wanted, refuse_double_backward
-from .gradient import GradientOfLogits, Part, Sum, Term, is_gradient, is_step
-from .node import Node, mapped, whole_product
+from .gradient import (
+    GradientOfLogits,
+    GradientTerm,
+    LossBackward,
+    Summands,
+    is_gradient,
+    is_step,
+    sum_of_tensors,
+)
+from .node import Node, compute_logits, mapped
 
 
 class HeadProduct(torch.autograd.Function):
@@ -30,106 +38,108 @@ class HeadProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        parts, real = [], gradient
+        loss_backwards, real_gradient = [], gradient
         if is_gradient(gradient):
-            parts, real = _split(gradient, ctx)
-        found = [None] * 3
-        if parts:
-            found = _of_parts(ctx, parts)
-        if real is not None:
-            of_real = _of_product(ctx, real)
-            found = [_sum_of(a, b) for a, b in zip(found, of_real, strict=True)]
-        return None, None, *found
+            loss_backwards, real_gradient = _split(gradient, ctx)
+        gradients = [None] * 3
+        if loss_backwards:
+            gradients = _gradients_by_flce(ctx, loss_backwards)
+        if real_gradient is not None:
+            by_torch = _gradients_by_torch(ctx, real_gradient)
+            gradients = [sum_of_tensors(pair) for pair in zip(gradients, by_torch, strict=True)]
+        return None, None, *gradients
 
 
-def _split(gradient, head):
-    """(the Parts of the call of this head's node, the real rest or None): those of which every path
-    has brought its term; where a hook has changed one of two, both are real."""
-    own, call = gradient.sum_of, head.flce_call
-    counts = {}
-    for term in own.terms:
-        counts[term.part] = counts.get(term.part, 0) + 1
-    parts = [p for p, n in counts.items() if call in p.calls and n == p.paths_to(head)]
-    others = [term.real() for term in own.terms if term.part not in parts]
-    others += [] if own.more is None else [own.more]
-    return parts, sum(others[1:], others[0]) if others else None
+def _split(gradient, head_node):
+    """(the LossBackwards that run at this node of a HeadProduct, the real sum of all other terms or
+    None). One runs where each of its paths has brought a term: where a hook has changed that of one
+    of two paths, into a real Tensor, the other one's is made real too."""
+    summands, call = gradient.summands, head_node.flce_call
+    counts = collections.Counter(term.loss_backward for term in summands.terms)
+    loss_backwards = [
+        loss_backward
+        for loss_backward, count in counts.items()
+        if call in loss_backward.calls and count == loss_backward.count_terms_at(head_node)
+    ]
+    others = [term for term in summands.terms if term.loss_backward not in loss_backwards]
+    return loss_backwards, sum_of_tensors([*(t.compute() for t in others), summands.tensor])
 
 
-def _of_parts(ctx, parts):
-    """The gradients of a call's leaves by the graphs of flce, once for each new Part."""
-    call, new = ctx.flce_call, [part for part in parts if part.found is None]
+def _gradients_by_flce(ctx, loss_backwards):
+    """The gradients of a call's leaves by the graphs of flce. A LossBackward of several heads is
+    run by the first one's HeadProduct, for the leaves of all."""
+    call = ctx.flce_call
+    new = [backward for backward in loss_backwards if backward.leaf_gradients is None]
     if new:
-        calls = {id(one): one for part in new for one in part.calls}
+        calls = {id(head_call): head_call for backward in new for head_call in backward.calls}
         wanted = _wanted_leaves(ctx) if len(calls) == 1 else None
-        leaves = {id(leaf): leaf for one in calls.values() for leaf in one.leaves}
+        leaves = {id(leaf): leaf for head_call in calls.values() for leaf in head_call.leaves}
         leaves = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
-        asked = [leaf for leaf in leaves if wanted is None or id(leaf) in wanted]
-        accumulates = any(one.accumulates for one in calls.values())
-        is_full = len(asked) == len(leaves) and not accumulates
+        inputs = [leaf for leaf in leaves if wanted is None or id(leaf) in wanted]
+        accumulates = any(head_call.accumulates for head_call in calls.values())
+        is_full = len(inputs) == len(leaves) and not accumulates
         with all_gradients_wanted() if is_full else contextlib.nullcontext():
-            _run(new, asked, accumulates, is_full)
-    sums = [None] * len(call.leaves)
-    for found in {id(part.found): part.found for part in parts}.values():
-        for i, leaf in enumerate(call.leaves):
-            sums[i] = _sum_of(sums[i], found.get(id(leaf)))
-    return sums
-
-
-def _sum_of(one, other):
-    """The sum of two gradients, each of which may be None."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+            _run(new, inputs, accumulates, is_full)
+    # Those that were run together share a dict, which has their sum.
+    gradients = [backward.leaf_gradients for backward in loss_backwards]
+    gradients = list({id(by_leaf): by_leaf for by_leaf in gradients}.values())
+    return [
+        sum_of_tensors([by_leaf.get(id(leaf)) for by_leaf in gradients]) for leaf in call.leaves
+    ]
 
 
 def _wanted_leaves(ctx):
     """{id of a leaf} for those whose gradients the running backward computes, as in pipeline
     schedules that compute those of inputs and of weights apart."""
     nodes = ctx.next_functions  # of Tensors alone
-    wanted = [i for i, is_one in enumerate(ctx.needs_input_grad[2:]) if is_one]
+    wanted = [i for i, is_wanted in enumerate(ctx.needs_input_grad[2:]) if is_wanted]
     return {id(ctx.flce_call.leaves[i]) for i in wanted if torch_private.is_executed(nodes[i][0])}
 
 
-def _run(parts, leaves, accumulates, is_full):
-    """Sets `found` of the Parts. accumulates: flce adds the weight's to its .grad itself; is_full:
-    all leaves are asked for."""
-    keeps = torch_private.keeps_graph()
-    nested = [part for part in parts if not (is_full and _run_directly(part, leaves))]
+def _run(loss_backwards, leaves, accumulates, is_full):
+    """Sets `leaf_gradients` of the LossBackwards. accumulates: flce adds the weight's to its .grad
+    itself; is_full: all leaves are asked for."""
+    keeps_graph = torch_private.keeps_graph()
+    nested = [
+        backward for backward in loss_backwards if not (is_full and _run_directly(backward, leaves))
+    ]
     if nested:
-        values, gradients = [p.value[0] for p in nested], [p.gradient for p in nested]
+        values = [backward.value[0] for backward in nested]
+        grad_outputs = [backward.grad_output for backward in nested]
         if accumulates:
-            torch.autograd.backward(values, gradients, keeps, inputs=leaves)
-            found = {id(x): x.grad for x in leaves if not isinstance(x, torch.nn.Parameter)}
+            torch.autograd.backward(values, grad_outputs, keeps_graph, inputs=leaves)
+            by_leaf = {id(x): x.grad for x in leaves if not isinstance(x, torch.nn.Parameter)}
             for leaf in leaves:
-                if id(leaf) in found:
+                if id(leaf) in by_leaf:
                     leaf.grad = None
         else:
-            made = torch_private.nested_gradients(values, leaves, gradients, keeps)
-            found = {id(leaf): one for leaf, one in zip(leaves, made, strict=True)}
-        for part in nested:
-            part.found = found
-    if not keeps:
-        for part in parts:
-            part.value.clear()
+            gradients = torch_private.nested_gradients(values, leaves, grad_outputs, keeps_graph)
+            by_leaf = dict(zip(map(id, leaves), gradients, strict=True))
+        for backward in nested:
+            backward.leaf_gradients = by_leaf
+    if not keeps_graph:
+        for backward in loss_backwards:
+            backward.value.clear()
 
 
-def _run_directly(part, leaves):
-    """Runs a Part's graph node by node, if it is one node between the value and leaves, or views
-    and selections of them: a nested run of the engine would be another backward for checkpoints,
-    and takes longer."""
-    (value,) = part.value
+def _run_directly(loss_backward, leaves):
+    """Runs the graph of a loss node by node, if it is one node between the value and leaves, or
+    views and selections of them: a nested run of the engine would be another backward for
+    checkpoints, and takes longer. Whether it did."""
+    (value,) = loss_backward.value
     node, known = value.grad_fn, {id(leaf) for leaf in leaves}
     if not isinstance(node, torch.autograd.function.BackwardCFunction) or value.output_nr:
         return False
     chains = [_chain_to_leaf(edge) for edge, _ in node.next_functions]
     if any(leaf is not None and id(leaf) not in known for leaf, _ in chains):
         return False
-    part.found, gradients = {}, node.apply(part.gradient)
-    for (leaf, nodes), gradient in zip(chains, gradients[: len(chains)], strict=True):
-        for one in nodes:
-            gradient = None if gradient is None else one(gradient)
+    gradients = node.apply(loss_backward.grad_output)[: len(chains)]
+    loss_backward.leaf_gradients = {}
+    for (leaf, chain), gradient in zip(chains, gradients, strict=True):
+        for chain_node in chain:
+            gradient = None if gradient is None else chain_node(gradient)
         if leaf is not None:
-            part.found[id(leaf)] = gradient
+            loss_backward.leaf_gradients[id(leaf)] = gradient
     return True
 
 
@@ -146,16 +156,18 @@ def _chain_to_leaf(node):
     return (None if node is None else node.variable), nodes
 
 
-def _of_product(ctx, gradient):
-    """As of nn.Linear, whose backward needs no product."""
+def _gradients_by_torch(ctx, gradient):
+    """Those of nn.Linear for a real gradient of its output: GEMMs, which need no logits. A weight
+    of another class (a DTensor) has a backward of its own, for which the logits are computed."""
     x, weight, bias = ctx.saved_tensors
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[2:]
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         with torch.enable_grad():
-            value = whole_product(ctx.record, ctx.flce_call)
+            logits = compute_logits(ctx.record, ctx.flce_call)
         wanted = [leaf for leaf in ctx.flce_call.leaves if leaf is not None and leaf.requires_grad]
-        made = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted, gradient), strict=True))
-        return [made.get(id(leaf)) for leaf in ctx.flce_call.leaves]
+        gradients = torch.autograd.grad(logits, wanted, gradient)
+        by_leaf = dict(zip(map(id, wanted), gradients, strict=True))
+        return [by_leaf.get(id(leaf)) for leaf in ctx.flce_call.leaves]
     rows, of_x, of_weight, of_bias = gradient.reshape(-1, gradient.shape[-1]), None, None, None
     if wants_x:
         of_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype)
@@ -166,13 +178,14 @@ def _of_product(ctx, gradient):
     return [of_x, of_weight, of_bias]
 
 
-class Routed(torch.autograd.Function):
-    """A value of flce, as a function of a deferred Tensor. value: [it], which autograd does not
-    take for an operand; origin: the Origin; paths: of Part."""
+class LossOfLogits(torch.autograd.Function):
+    """A loss by flce (or log p, lse, ...), as a function of the deferred Tensor that the caller has
+    passed. value: [the loss], which autograd does not take for an operand in a list; path_counts:
+    of LossBackward."""
 
     @staticmethod
-    def forward(ctx, value, origin, paths, deferred):
-        ctx.value, ctx.origin, ctx.paths = value, origin, paths
+    def forward(ctx, value, replaced_call, path_counts, deferred):
+        ctx.value, ctx.replaced_call, ctx.path_counts = value, replaced_call, path_counts
         ctx.calls = deferred._flce.calls
         result = value[0].detach()
         # So that torch refuses a second backward without its graph.
@@ -184,18 +197,21 @@ class Routed(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_double_backward()
         _ = ctx.saved_tensors
-        node = ctx.origin.node
-        part = Part(ctx.value, gradient, ctx.calls, ctx.paths)
-        terms = [Term(part, functools.partial(ctx.origin.gradient, gradient))]
-        like = node.layout()
-        return None, None, None, GradientOfLogits(like, Sum(node.call.device, terms))
+        node = ctx.replaced_call.node
+        loss_backward = LossBackward(ctx.value, gradient, ctx.calls, ctx.path_counts)
+        compute = functools.partial(ctx.replaced_call.compute_gradient, gradient)
+        summands = Summands(node.call.device, [GradientTerm(loss_backward, compute)])
+        return None, None, None, GradientOfLogits(node.layout(), summands)
 
 
-class Origin:
-    """The call that a value of flce stands for: function(*args, **kwargs), with the nodes of
-    deferred Tensors; node: of the one that has the gradient. Tensors are copied, as the caller may
-    write to them before the gradient is read; of large ones (probabilities) the version has to stay
-    the same."""
+class ReplacedCall:
+    """The call of torch's function that flce has computed in its place, to run it after all where
+    somebody reads the gradient: F.cross_entropy(z, labels), with the node of z in place of z.
+
+    args, kwargs: with nodes in place of deferred Tensors; node: of the one that has the gradient.
+    Tensors are copied, as the caller may write to them before the gradient is read; of large ones
+    (probabilities) the version has to stay the same.
+    """
 
     def __init__(self, function, args, kwargs, node):
         self.function, self.node, self.versions = function, node, []
@@ -212,7 +228,7 @@ class Origin:
             self.versions.append((value, value._version))
         return value
 
-    def gradient(self, gradient):
+    def compute_gradient(self, grad_output):
         """The gradient of the node's values, by torch."""
         for value, version in self.versions:
             if value._version != version:
@@ -224,26 +240,26 @@ class Origin:
         node = self.node
         node.call.fusion.note_read("the gradient of the logits")
 
-        def real(one):
-            if one is node:
+        def real(argument):
+            if argument is node:
                 return leaf
-            return one.unwritten() if isinstance(one, Node) else one
+            return argument.recompute() if isinstance(argument, Node) else argument
 
         with torch_private.autograd_in_dispatch(), torch.enable_grad():
             with torch.no_grad():
-                leaf = node.unwritten().detach()
+                leaf = node.recompute().detach()
             leaf.requires_grad_()
             value = self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
-            return torch.autograd.grad(value, leaf, gradient)[0]
+            return torch.autograd.grad(value, leaf, grad_output)[0]
 
 
-def paths_from(node, counts=None):
+def count_paths(node, counts=None):
     """{node of a HeadProduct: on how many paths autograd's `node` leads to it}, through steps and
     custom Functions."""
     counts = collections.Counter() if counts is None else counts
     if isinstance(node, HeadProduct._backward_cls):
         counts[node] += 1
     elif isinstance(node, torch.autograd.function.BackwardCFunction) or is_step(node):
-        for one, _ in node.next_functions:
-            paths_from(one, counts)
+        for next_node, _ in node.next_functions:
+            count_paths(next_node, counts)
     return counts

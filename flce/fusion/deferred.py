@@ -2,145 +2,38 @@
 
 Autograd records what is done to it, by itself: it is the output of a `backward.HeadProduct`.
 __torch_function__ hands what `operations` recognises to flce; a recognised step is done by autograd
-too, on values that are not made. Everything else comes to __torch_dispatch__, whatever way it went,
-and finds real values.
+too, on Tensors without values. Everything else comes to __torch_dispatch__, whatever way it went,
+and finds real values (node.py lists the functions that compute these).
+
+What __torch_function__ knows of a step, its Record, cannot be an argument of torch's function. So
+`_step_by_torch` sets `_state.step` while that runs, and __torch_dispatch__, which is called by it,
+reads that: with a step set, an operator gives a deferred Tensor without a fall-back, and
+`_deferred_result` takes the shape from the step's Record.
 """
 
 import functools
 import threading
-import typing
 
 import torch
 from torch.compiler import is_compiling
 
 from .. import torch_private
 from . import steps
-from .backward import HeadProduct, Origin, Routed, paths_from
+from .backward import HeadProduct, LossOfLogits, ReplacedCall, count_paths
+from .eager import DeferredStep, EagerNode, Layout, Operation
 from .gradient import mark_steps
-from .node import Node, instances_in, mapped, name_of, node_of
+from .node import Node, instances_in, mapped, node_of
 from .operations import HANDLERS
 from .reentry import is_gathered
 from .steps import Unknown, require
 
 
-class Memory:
-    """What a value and its views share. is_touched: it was written to, or its address was given to
-    what may write to it: no other value may be computed from it, or instead of it."""
-
-    def __init__(self):
-        self.is_touched = False
-
-
-class Layout(typing.NamedTuple):
-    shape: tuple
-    strides: tuple
-    offset: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def contiguous(shape, dtype, offset=0):
-        return Layout(shape, contiguous_strides(shape), offset, dtype)
-
-    @staticmethod
-    def of(tensor):
-        return Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-
-    def is_contiguous(self):
-        return tuple(self.strides) == contiguous_strides(self.shape)
-
-
-class Operation(typing.NamedTuple):
-    """function(*args, **kwargs), with nodes in place of deferred Tensors. pick: which of several
-    results; None for the only one."""
-
-    function: typing.Callable
-    args: tuple
-    kwargs: dict
-    pick: int | None = None
-
-    def run(self, value_of):
-        """The result; value_of: gives the value of a node."""
-        real = lambda one: value_of(one) if isinstance(one, Node) else one  # noqa: E731
-        made = self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
-        return made if self.pick is None else made[self.pick]
-
-
-class LazyNode(Node):
-    """One value, with the Operation that makes it, None for a head's product. layout_of: the Layout
-    of the real value; meta: a meta tensor of that, if there is one. parent: the node that a view
-    shares its memory with. has_gradient: whether the Tensor requires grad. calls: of the heads that
-    the value comes from."""
-
-    def __init__(self, call, record, layout, operation=None, parent=None):
-        super().__init__(call, record, parent)
-        self.layout_of, self.operation, self.meta = layout, operation, None
-        self.calls, self.has_gradient = (call,), False
-        self.memory = Memory() if parent is None else parent.memory
-
-    def layout(self):
-        """A meta tensor with the layout of the real value."""
-        if self.meta is None:
-            own = self.layout_of
-            with torch_private.without_dispatch_modes():
-                options = {"dtype": own.dtype, "device": "meta"}
-                self.meta = torch.empty_strided(own.shape, own.strides, **options)
-        return self.meta
-
-    def like(self, device=None, shape=0):
-        with torch_private.without_dispatch_modes():
-            return super().like(device, shape)
-
-    def wants_gradient(self):
-        return self.has_gradient and torch.is_grad_enabled()
-
-    def then(self, record, view=None):
-        return _Step((self,), record, self.call, view)
-
-    def summed(self, other, call, record):
-        return _Step((self, other), record, call)
-
-    def make_for(self, function):
-        """The real values, because `function` is not deferred."""
-        if self.is_pending() and not torch_private.in_backward():
-            self.note_made(name_of(function))
-        return self.values()
-
-    def values(self):
-        """The real values, made once; views share them. Without a graph, which is the proxy's."""
-        if self.value is None:
-            with torch.inference_mode(self.call.is_inference), torch.no_grad():
-                is_view = self.parent is not None
-                make = LazyNode.values
-                self.value = self.operation.run(make) if is_view else self.unwritten(True)
-        return self.value
-
-    def unwritten(self, may_share=False):
-        """The real values before anything was written to them; may_share: those that exist."""
-        if self.value is not None and not self.memory.is_touched:
-            return self.value
-        if self.record is None:
-            return self.operation.run(LazyNode.unwritten)
-        with self.call.entered(False):
-            return self.replay(may_share, self.memory)
-
-    def again(self):
-        return self.unwritten()
-
-
-class _Step(typing.NamedTuple):
-    """What a handler returns for a value that stays deferred. origins: the nodes it comes from;
-    view: of one of several results, as a view of the only argument."""
-
-    origins: tuple
-    record: steps.Record
-    call: object
-    view: object = None
-
-
 class _State(threading.local):
-    """expected: the _Step that torch's function makes now, of values that are not made."""
+    """step: the DeferredStep whose function of torch runs now, on Tensors without values; None
+    where none does. Set by `_step_by_torch`, below __torch_function__; read by __torch_dispatch__
+    and `_deferred_result`, to which the operators of that function come."""
 
-    expected = None
+    step = None
 
 
 _state = _State()
@@ -173,8 +66,8 @@ class DeferredLogits(torch.Tensor):
             pass
         if function == _SET_DATA:
             _refuse_replacement("data")
-        for one in instances_in(DeferredLogits, (args, kwargs)):
-            one._flce.make_for(function)
+        for tensor in instances_in(DeferredLogits, (args, kwargs)):
+            tensor._flce.materialize_for(function)
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_with_memory(function), (args, kwargs))
         return _by_torch(function, args, kwargs)
@@ -183,15 +76,15 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = _kind_of(function)
-        if _state.expected is not None and kind != "write":
-            return _lazily(function, args, kwargs)
+        if _state.step is not None and kind != "write":  # called by `_step_by_torch`
+            return _deferred_result(function, args, kwargs)
         if kind == "view":
             return _viewed(function, args, kwargs)
         if function in _FACTORIES:
             first, *sizes = args
             return function(first._flce.like(), *sizes, **kwargs)
-        for one in instances_in(DeferredLogits, (args, kwargs)):
-            one._flce.make_for(function)
+        for tensor in instances_in(DeferredLogits, (args, kwargs)):
+            tensor._flce.materialize_for(function)
         if kind != "write":
             return function(*mapped(_value, args), **mapped(_value, kwargs))
         return _written(function, args, kwargs)
@@ -209,7 +102,7 @@ def deferred_product(call, linear, x):
     source = steps.Source(linear, call.leaves[0], (), call.leaves[1:])
     record = steps.Record((source,), (), shape, dtype, steps.Rows())
     with torch_private.without_torch_function():
-        node = LazyNode(call, record, Layout.contiguous(shape, dtype))
+        node = EagerNode(call, record, Layout.contiguous(shape, dtype))
         return HeadProduct.apply(DeferredLogits, node, *operands)
 
 
@@ -217,12 +110,12 @@ def _leaves(x, weight, bias, keeps_weight):
     """What flce's graphs end in: views without a graph, whose hooks do not run there. keeps_weight:
     a Parameter stays itself, as accumulate_into adds to its .grad and ZeRO-3 swaps its memory."""
     keeps_weight = keeps_weight and weight.is_leaf
-    made = [x.detach(), weight if keeps_weight else weight.detach()]
-    made.append(None if bias is None else bias.detach())
-    for leaf, operand in zip(made, (x, weight, bias), strict=True):
+    leaves = [x.detach(), weight if keeps_weight else weight.detach()]
+    leaves.append(None if bias is None else bias.detach())
+    for leaf, operand in zip(leaves, (x, weight, bias), strict=True):
         if leaf is not None and leaf is not operand and operand.requires_grad:
             leaf.requires_grad_()
-    return tuple(made)
+    return tuple(leaves)
 
 
 # ---- __torch_function__ ----
@@ -253,50 +146,56 @@ def _recognised(function, args, kwargs):
     return with_graph(function, args, kwargs, lambda: handler(function, node, operands, kwargs))
 
 
+def _deferred_arguments(args, kwargs):
+    return [argument for argument in (*args, *kwargs.values()) if _is_deferred(argument)]
+
+
 def with_graph(function, args, kwargs, handle):
     """What `handle()` returns for function(*args, **kwargs), as a function of its deferred
     arguments for autograd. Raises Unknown where the function has to be called itself."""
-    found = [one for one in (*args, *kwargs.values()) if _is_deferred(one)]
-    if not found:  # those of a graph of torch.compile, which records by itself
+    operands = _deferred_arguments(args, kwargs)
+    if not operands:  # those of a graph of torch.compile, which records by itself
         return handle()
-    for one in found:
-        require(not one._flce.memory.is_touched)
+    for tensor in operands:
+        require(not tensor._flce.memory.is_touched)
         with torch_private.without_torch_function():
-            one._flce.has_gradient = one.requires_grad
+            tensor._flce.has_gradient = tensor.requires_grad
     result = handle()
-    if type(result) is _Step:
+    if type(result) is DeferredStep:
         return _step_by_torch(function, args, kwargs, result)
     if isinstance(result, tuple):
         # Each on its own: the backward of torch's function makes zeros for those without a loss.
-        values = tuple(_step_by_torch(one.view, args[:1], {}, one) for one in result)
+        values = tuple(_step_by_torch(step.view, args[:1], {}, step) for step in result)
         return iter(values) if function is torch.Tensor.__iter__ else values
     if _is_deferred(result) or not result.requires_grad:
         return result
-    if not torch.is_grad_enabled() or not any(one._flce.has_gradient for one in found):
+    operands = [tensor for tensor in operands if tensor._flce.has_gradient]
+    if not torch.is_grad_enabled() or not operands:
         return result.detach()
-    (deferred,) = [one for one in found if one._flce.has_gradient]
-    origin = Origin(function, args, kwargs, deferred._flce)
-    paths = None
-    if deferred._flce.record.form() in (steps.P_LOG_P, steps.P_Z, steps.KL):
+    (operand,) = operands
+    replaced_call = ReplacedCall(function, args, kwargs, operand._flce)
+    path_counts = None
+    if operand._flce.record.form() in (steps.P_LOG_P, steps.P_Z, steps.KL):
         with torch_private.without_torch_function():
-            paths = paths_from(deferred.grad_fn)
-    return Routed.apply([result], origin, paths, deferred)
+            path_counts = count_paths(operand.grad_fn)
+    return LossOfLogits.apply([result], replaced_call, path_counts, operand)
 
 
-def _step_by_torch(function, args, kwargs, expected):
-    """The function itself, of values that are not made: autograd records it."""
-    before, _state.expected = _state.expected, expected
+def _step_by_torch(function, args, kwargs, step):
+    """The function itself, of Tensors without values: autograd records it. __torch_dispatch__,
+    which it calls, finds the step in `_state.step`."""
+    outer_step, _state.step = _state.step, step
     try:
         with torch_private.without_dispatch_modes():
             value = _by_torch(function, args, kwargs)
     finally:
-        _state.expected = before
-    operands = {one._flce: one for one in (*args, *kwargs.values()) if _is_deferred(one)}
+        _state.step = outer_step
+    operands = {tensor._flce: tensor for tensor in _deferred_arguments(args, kwargs)}
     node = value._flce
     if node in operands:  # the argument itself, as of flatten(0, -2) of a matrix
         return value
-    node.record, node.call = expected.record, expected.call
-    node.calls = tuple(dict.fromkeys(call for one in expected.origins for call in one.calls))
+    node.record, node.call = step.record, step.call
+    node.calls = tuple(dict.fromkeys(call for operand in step.operands for call in operand.calls))
     with torch_private.without_torch_function():
         if value.grad_fn is not None:
             mark_steps(value, operands.values())
@@ -304,8 +203,12 @@ def _step_by_torch(function, args, kwargs, expected):
 
 
 def _methods(names):
-    found = [getattr(torch.Tensor, name, None) for name in names.split()]
-    return {one if callable(one) else one.__get__ for one in found if one is not None}
+    attributes = [getattr(torch.Tensor, name, None) for name in names.split()]
+    return {
+        attribute if callable(attribute) else attribute.__get__
+        for attribute in attributes
+        if attribute is not None
+    }
 
 
 # Answered without values, by torch itself.
@@ -362,7 +265,7 @@ def _kind_of(function):
 
 def _value(value):
     """Real values in place of deferred ones."""
-    return value._flce.values() if _is_deferred(value) else value
+    return value._flce.materialize() if _is_deferred(value) else value
 
 
 def _written(function, args, kwargs):
@@ -370,13 +273,13 @@ def _written(function, args, kwargs):
     if torch.Tag.inplace_view in function.tags:
         _refuse_replacement(function)
     mutable = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
-    given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
-    written = {}
-    for one in instances_in(DeferredLogits, [given.get(name) for name in mutable]):
-        one._flce.memory.is_touched = True
-        written[id(one._flce.values())] = one
-    made = function(*mapped(_value, args), **mapped(_value, kwargs))
-    return mapped(lambda value: written.get(id(value), value), made)
+    arguments = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
+    proxies = {}  # {id of the real value: its Tensor}, for operators that return what they wrote to
+    for tensor in instances_in(DeferredLogits, [arguments.get(name) for name in mutable]):
+        tensor._flce.memory.is_touched = True
+        proxies[id(tensor._flce.materialize())] = tensor
+    results = function(*mapped(_value, args), **mapped(_value, kwargs))
+    return mapped(lambda value: proxies.get(id(value), value), results)
 
 
 def _refuse_replacement(what):
@@ -389,10 +292,10 @@ def _refuse_replacement(what):
 
 def _viewed(function, args, kwargs):
     """A view: real if the values are, which then may be written to by others."""
-    one = first_deferred(args, kwargs)
-    if one._flce.is_pending():
-        return _lazily(function, args, kwargs)
-    one._flce.memory.is_touched = True
+    tensor = first_deferred(args, kwargs)
+    if tensor._flce.is_pending():
+        return _deferred_result(function, args, kwargs)
+    tensor._flce.memory.is_touched = True
     return function(*mapped(_value, args), **mapped(_value, kwargs))
 
 
@@ -401,53 +304,53 @@ def first_deferred(args, kwargs):
     return first
 
 
-def _lazily(function, args, kwargs):
-    """The result of an operator whose values are not made yet."""
-    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+def _deferred_result(function, args, kwargs):
+    """The result of an operator, as a deferred Tensor."""
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
     is_flat = _is_deferred(args[0]) and len(tensors) == 1 and not any(map(_nests_tensors, args))
-    found = (args[0] if is_flat else first_deferred(args, kwargs))._flce
+    node = (args[0] if is_flat else first_deferred(args, kwargs))._flce
     if is_flat:
-        operation = Operation(function, (found, *args[1:]), kwargs)
+        operation = Operation(function, (node, *args[1:]), kwargs)
     else:
         operation = Operation(function, *mapped(_by_value, (args, kwargs)))
-    record = _state.expected.record if _state.expected else None
-    layout = _known_layout(function, found, record, tensors, args, kwargs)
+    record = _state.step.record if _state.step else None  # None for a view that nobody recognised
+    layout = _known_layout(function, node, record, tensors, args, kwargs)
     if layout is not None:
-        parent = found if function is _VIEW else None
-        return DeferredLogits(LazyNode(found.call, None, layout, operation, parent))
-    metas, of_metas = mapped(_layout_of, (operation.args, operation.kwargs))
-    if "device" in of_metas:
-        of_metas["device"] = torch.device("meta")
-    made = function(*metas, **of_metas)
-    parent = found if _kind_of(function) == "view" else None
+        parent = node if function is _VIEW else None
+        return DeferredLogits(EagerNode(node.call, None, layout, operation, parent))
+    meta_args, meta_kwargs = mapped(_layout_of, (operation.args, operation.kwargs))
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    meta_results = function(*meta_args, **meta_kwargs)
+    parent = node if _kind_of(function) == "view" else None
 
-    def proxy(meta, pick=None):
-        of_one = operation if pick is None else operation._replace(pick=pick)
-        node = LazyNode(found.call, None, Layout.of(meta), of_one, parent)
-        node.meta = meta
-        return DeferredLogits(node)
+    def proxy(meta, index=None):
+        indexed = operation._replace(result_index=index)
+        result_node = EagerNode(node.call, None, Layout.of(meta), indexed, parent)
+        result_node.meta = meta
+        return DeferredLogits(result_node)
 
-    if isinstance(made, torch.Tensor):
-        return proxy(made)
-    return [proxy(meta, i) for i, meta in enumerate(made)]
+    if isinstance(meta_results, torch.Tensor):
+        return proxy(meta_results)
+    return [proxy(meta, i) for i, meta in enumerate(meta_results)]
 
 
-def _known_layout(function, found, record, tensors, args, kwargs):
+def _known_layout(function, node, record, tensors, args, kwargs):
     """The Layout of an operator's result, if it follows from the record of the step; else None.
-    found: the node of the first deferred argument; tensors: the arguments that are Tensors."""
+    node: of the first deferred argument; tensors: the arguments that are Tensors."""
     if record is None:
         return None
     is_of_rows = function in _OF_ROWS and _are_contiguous_rows(record, tensors, kwargs)
     if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred, tensors)):
-        dtype = found.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
+        dtype = node.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)
-    if function is _VIEW and _is_whole_view(found.layout_of, record, args[1]):
-        return Layout.contiguous(record.shape, found.layout_of.dtype, found.layout_of.offset)
+    if function is _VIEW and _is_whole_view(node.layout_of, record, args[1]):
+        return Layout.contiguous(record.shape, node.layout_of.dtype, node.layout_of.offset)
     return None
 
 
 def _nests_tensors(value):
-    return type(value) in (list, tuple) and any(isinstance(one, torch.Tensor) for one in value)
+    return type(value) in (list, tuple) and any(isinstance(x, torch.Tensor) for x in value)
 
 
 def _layout_of(value):
@@ -464,24 +367,16 @@ def _by_value(value):
 def _are_contiguous_rows(record, operands, options):
     """Whether an operator of _OF_ROWS gives contiguous values of the record's shape, which is that
     of the last operator: reshape copies rows in the shape that they have before it."""
-    layouts = [one._flce.layout_of for one in operands if _is_deferred(one)]
+    layouts = [tensor._flce.layout_of for tensor in operands if _is_deferred(tensor)]
     is_copy = options.get("memory_format") is torch.contiguous_format
     return all(
-        tuple(one.shape) == tuple(record.shape) and (is_copy or one.is_contiguous())
-        for one in layouts
+        tuple(layout.shape) == tuple(record.shape) and (is_copy or layout.is_contiguous())
+        for layout in layouts
     )
 
 
 def _is_whole_view(layout, record, sizes):
     """Whether view(sizes) of contiguous values has the record's shape."""
-    is_own = len(sizes) == len(record.shape)
-    is_own = is_own and all(a in (-1, b) for a, b in zip(sizes, record.shape, strict=True))
-    return is_own and layout.is_contiguous()
-
-
-def contiguous_strides(shape):
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+    has_shape = len(sizes) == len(record.shape)
+    has_shape = has_shape and all(a in (-1, b) for a, b in zip(sizes, record.shape, strict=True))
+    return has_shape and layout.is_contiguous()

@@ -1,7 +1,16 @@
 """The gradient of a deferred Tensor: a Tensor without values until somebody reads them.
 
 It passes through autograd's nodes of the steps between a loss and the head's product, and through
-hooks and custom Functions, as any other.
+hooks and custom Functions, as any other. For `loss = F.cross_entropy(logits[:, :-1] / 2, labels)`:
+
+    LossOfLogits.backward   a GradientOfLogits for logits[:, :-1] / 2. Its Summands are one
+                            GradientTerm: the LossBackward of the loss, and a function that computes
+                            the real gradient of logits[:, :-1] / 2, by torch
+    DivBackward             a GradientOfLogits for logits[:, :-1], with a term of the same
+                            LossBackward, whose function divides the result of the former by 2
+    SliceBackward           one for logits, whose function pads that with zeros
+    HeadProduct.backward    runs the LossBackward of the term, through flce's graph, and calls no
+                            function: no real gradient of logits has been computed
 """
 
 import functools
@@ -14,56 +23,67 @@ from .. import torch_private
 from .node import Node, instances_in, mapped
 
 
-class Part:
-    """What a loss adds to the gradients of heads' leaves.
+class LossBackward:
+    """A backward through the graph of a loss that flce has computed (or of log p, lse, ...), which
+    a HeadProduct.backward runs. Of `loss = F.cross_entropy(logits[:, :-1] / 2, labels)`:
 
-    value: [that of flce, with its graph], empty once that is freed; gradient: of it. calls: of the
-    heads whose leaves it is computed from. paths: {a head's node: on how many paths its gradient
-    comes to it}, None for one path. found: {id of a leaf: gradient}, once it is known.
+    value: [the loss, with flce's graph], empty once that is freed. grad_output: of the loss, 1.
+    calls: (the HeadCall of logits,); of several heads for a divergence or an adapter.
+    path_counts: {node of a HeadProduct: on how many paths autograd leads from the loss to it}; None
+    for a single path, as here. Of (p * log_p).sum() {node: 2}: one through each factor.
+    leaf_gradients: None; after it has run {id(leaf): gradient} of the leaves of these calls.
     """
 
-    def __init__(self, value, gradient, calls, paths):
-        self.value, self.gradient, self.calls, self.paths = value, gradient, calls, paths
-        self.found = None
+    def __init__(self, value, grad_output, calls, path_counts):
+        self.value, self.grad_output, self.calls = value, grad_output, calls
+        self.path_counts, self.leaf_gradients = path_counts, None
 
-    def paths_to(self, head):
-        return 1 if self.paths is None else self.paths[head]
+    def count_terms_at(self, head_node):
+        """How many terms of this backward arrive at a node of a HeadProduct: one on each path."""
+        return 1 if self.path_counts is None else self.path_counts[head_node]
 
 
-class Term(typing.NamedTuple):
-    """What a Part adds to the gradient of one Tensor. real: a function that gives it, by torch."""
+class GradientTerm(typing.NamedTuple):
+    """What one loss adds to the gradient of one Tensor. compute: a function without arguments that
+    gives it as a real Tensor, by torch's own backward of the loss and of the steps up to here."""
 
-    part: Part
-    real: typing.Callable[[], torch.Tensor]
+    loss_backward: LossBackward
+    compute: typing.Callable[[], torch.Tensor]
+
+
+class Summands:
+    """What a GradientOfLogits is the sum of, shared by its aliases: `terms`, without values, and
+    `tensor`, a real Tensor or None. Of two losses of the same logits there are two terms; a loss by
+    flce and one of real logits give one term and a tensor."""
+
+    def __init__(self, device, terms=(), tensor=None):
+        self.device, self.terms, self.tensor = device, list(terms), tensor
 
 
 class GradientOfLogits(torch.Tensor):
-    """The gradient of a deferred Tensor, without memory: the sum of `terms` and of `more`, a real
-    Tensor or None. Autograd sums and passes it as any other; what reads it finds real values, of
-    which it consists from then on."""
+    """The gradient of a deferred Tensor, without memory: the sum of its Summands. Autograd sums and
+    passes it as any other; what reads it finds real values, of which it consists from then on."""
 
     @staticmethod
-    def __new__(cls, like, sum_of):
+    def __new__(cls, like, summands):
         with torch_private.without_torch_function():
-            options = {"dtype": like.dtype, "device": sum_of.device}
-            made = torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
-        torch_private.forbid_addresses(made)
-        made.sum_of = sum_of
-        return made
+            options = {"dtype": like.dtype, "device": summands.device}
+            gradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
+        torch_private.forbid_addresses(gradient)
+        gradient.summands = summands
+        return gradient
 
-    def real(self):
+    def materialize(self):
         """The values. They replace the terms, as whoever reads them may write to them."""
-        own = self.sum_of
-        values = [term.real() for term in own.terms]
-        if own.more is not None:
-            values.append(own.more)
-        own.terms = []
-        own.more = sum(values[1:], values[0]) if values else self.zeros()
-        return own.more
+        summands = self.summands
+        values = [term.compute() for term in summands.terms]
+        tensor = sum_of_tensors([*values, summands.tensor])
+        summands.terms, summands.tensor = [], self.zeros() if tensor is None else tensor
+        return summands.tensor
 
     def zeros(self):
         with torch_private.without_torch_function():
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.sum_of.device)
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.summands.device)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -81,17 +101,17 @@ class GradientOfLogits(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in _SUMS and not kwargs and _are_sums_of_terms(*args):
+        if function in _SUMS and not kwargs and _have_terms(*args):
             return _sum(function, *args)
         if function in _COPIES:
-            return GradientOfLogits(*args, args[0].sum_of)
+            return GradientOfLogits(*args, args[0].summands)
         if _is_in_step() and function not in _JOINS:
-            return _through(function, args, kwargs)
+            return _pass_on(function, args, kwargs)
         result = function(*mapped(_real, args), **mapped(_real, kwargs))
-        written = {
-            id(one.sum_of.more): one for one in instances_in(GradientOfLogits, (args, kwargs))
-        }
-        return mapped(lambda value: written.get(id(value), value), result)
+        # An operator that writes returns the Tensor that it wrote to.
+        gradients = instances_in(GradientOfLogits, (args, kwargs))
+        gradients = {id(gradient.summands.tensor): gradient for gradient in gradients}
+        return mapped(lambda value: gradients.get(id(value), value), result)
 
 
 class _State(threading.local):
@@ -104,13 +124,6 @@ class _State(threading.local):
 _state = _State()
 
 
-class Sum:
-    """What a GradientOfLogits and its aliases share."""
-
-    def __init__(self, device, terms=(), more=None):
-        self.device, self.terms, self.more = device, list(terms), more
-
-
 _SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -120,32 +133,38 @@ def is_gradient(value):
 
 
 def _real(value):
-    return value.real() if is_gradient(value) else value
+    return value.materialize() if is_gradient(value) else value
 
 
-def _are_sums_of_terms(one, other):
+def _have_terms(left, right):
     """Whether these are Tensors of one shape and dtype, of which one at least has terms."""
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return False
-    has_terms = any(is_gradient(g) and g.sum_of.terms for g in (one, other))
-    return has_terms and (one.shape, one.dtype) == (other.shape, other.dtype)
+    has_terms = any(is_gradient(g) and g.summands.terms for g in (left, right))
+    return has_terms and (left.shape, left.dtype) == (right.shape, right.dtype)
 
 
-def _sum(function, one, other):
+def _sum(function, left, right):
     """The sum of two gradients, one of which at least has terms."""
-    sums = [g.sum_of if is_gradient(g) else Sum(g.device, (), g) for g in (one, other)]
-    more = [g.more for g in sums if g.more is not None]
+    of_left, of_right = (
+        g.summands if is_gradient(g) else Summands(g.device, (), g) for g in (left, right)
+    )
     if function is torch.ops.aten.add.Tensor:
-        terms = [term for g in sums for term in g.terms]
-        made = Sum(sums[0].device, terms, sum(more[1:], more[0]) if more else None)
-        return GradientOfLogits(one, made)
-    if not is_gradient(one):
-        return one.add_(other.real())
-    own, added = sums
-    own.terms += added.terms
-    if added.more is not None:
-        own.more = added.more + (0 if own.more is None else own.more)
-    return one
+        tensor = sum_of_tensors([of_left.tensor, of_right.tensor])
+        summands = Summands(of_left.device, of_left.terms + of_right.terms, tensor)
+        return GradientOfLogits(left, summands)
+    if not is_gradient(left):
+        return left.add_(right.materialize())
+    of_left.terms += of_right.terms
+    if of_right.tensor is not None:
+        of_left.tensor = of_right.tensor + (0 if of_left.tensor is None else of_left.tensor)
+    return left
+
+
+def sum_of_tensors(tensors):
+    """The sum of gradients, each of which may be None, from the first one on; None of none."""
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    return sum(tensors[1:], tensors[0]) if tensors else None
 
 
 # ---- the steps between a loss and the head's product ----
@@ -155,14 +174,14 @@ _STEP = "flce.fuse: a step of deferred logits"
 
 def mark_steps(value, operands):
     """Marks the nodes of autograd that a step has recorded, from its value to its operands."""
-    before, nodes = {one.grad_fn for one in operands}, [value.grad_fn]
+    ends, nodes = {operand.grad_fn for operand in operands}, [value.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in before or not isinstance(node.metadata, dict):
+        if node is None or node in ends or not isinstance(node.metadata, dict):
             continue
         if _STEP not in node.metadata and not hasattr(node, "variable"):
             node.metadata[_STEP] = True
-            nodes += [one for one, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def _is_in_step():
@@ -174,48 +193,48 @@ def is_step(node):
     return node is not None and _STEP in node.metadata
 
 
-class _Linear(typing.NamedTuple):
-    """An operator of a step's backward, linear in the gradients without values among its arguments.
-    nodes: the arguments, with nodes in place of deferred Tensors."""
+class _LinearOperator(typing.NamedTuple):
+    """An operator of a step's backward, linear in the gradients without values among its arguments:
+    aten.div(gradient, 2). args, kwargs: with nodes in place of deferred Tensors."""
 
     function: object
-    nodes: tuple
-    named: dict
+    args: tuple
+    kwargs: dict
 
-    def of(self, gradient, value):
+    def run(self, gradient, value):
         """The result for the value of one of the gradients, and zeros for others."""
 
-        def real(one):
-            if one is gradient:
+        def real(argument):
+            if argument is gradient:
                 return value
-            if isinstance(one, Node):
-                return one.unwritten()
-            return one.zeros() if is_gradient(one) else one
+            if isinstance(argument, Node):
+                return argument.recompute()
+            return argument.zeros() if is_gradient(argument) else argument
 
         with torch.no_grad():
-            return self.function(*mapped(real, self.nodes), **mapped(real, self.named))
+            return self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
 
-    def of_term(self, gradient, term):
-        return self.of(gradient, term.real())
+    def run_on_term(self, gradient, term):
+        return self.run(gradient, term.compute())
 
 
-def _through(function, args, kwargs):
+def _pass_on(function, args, kwargs):
     """The gradients of a step's operands, where the operator `function` of its backward makes them:
     each term passes it on its own."""
-    found = instances_in(GradientOfLogits, (args, kwargs))
-    device = found[0].sum_of.device
-    nodes, named = mapped(_node_or_value, (args, kwargs))
-    like = _Like.of(function, args) or _meta_of(function, nodes, named)
+    gradients = instances_in(GradientOfLogits, (args, kwargs))
+    device = gradients[0].summands.device
+    linear = _LinearOperator(function, *mapped(_node_or_value, (args, kwargs)))
+    like = _Like.of(function, args) or _meta_of(function, linear.args, linear.kwargs)
     if function in _FACTORIES:
-        return GradientOfLogits(like, Sum(device))
-    linear = _Linear(function, nodes, named)
+        return GradientOfLogits(like, Summands(device))
     terms = [
-        Term(term.part, functools.partial(linear.of_term, gradient, term))
-        for gradient in found
-        for term in gradient.sum_of.terms
+        GradientTerm(term.loss_backward, functools.partial(linear.run_on_term, gradient, term))
+        for gradient in gradients
+        for term in gradient.summands.terms
     ]
-    more = [linear.of(one, one.sum_of.more) for one in found if one.sum_of.more is not None]
-    return GradientOfLogits(like, Sum(device, terms, sum(more[1:], more[0]) if more else None))
+    tensors = [(gradient, gradient.summands.tensor) for gradient in gradients]
+    tensors = [linear.run(gradient, tensor) for gradient, tensor in tensors if tensor is not None]
+    return GradientOfLogits(like, Summands(device, terms, sum_of_tensors(tensors)))
 
 
 def _node_or_value(value):
@@ -244,21 +263,21 @@ class _Like(typing.NamedTuple):
         first = args[0]
         if function in _OF_SHAPE:
             return _Like(args[1], first.dtype) if -1 not in args[1] else None
-        others = [one for one in args[1:] if isinstance(one, torch.Tensor)]
-        is_alike = all((one.shape, one.dtype) == (first.shape, first.dtype) for one in others)
+        others = [tensor for tensor in args[1:] if isinstance(tensor, torch.Tensor)]
+        is_alike = all((x.shape, x.dtype) == (first.shape, first.dtype) for x in others)
         return _Like(first.shape, first.dtype) if function in _OF_FIRST and is_alike else None
 
 
 def _meta_of(function, args, kwargs):
     """The result on the meta device."""
 
-    def layout(one):
-        if isinstance(one, Node):
-            return one.layout()
-        if isinstance(one, torch.Tensor):
+    def layout(argument):
+        if isinstance(argument, Node):
+            return argument.layout()
+        if isinstance(argument, torch.Tensor):
             with torch_private.without_torch_function():
-                return torch.empty(one.shape, dtype=one.dtype, device="meta")
-        return torch.device("meta") if isinstance(one, torch.device) else one
+                return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
+        return torch.device("meta") if isinstance(argument, torch.device) else argument
 
     with torch_private.without_dispatch_modes():
         return function(*mapped(layout, args), **mapped(layout, kwargs))

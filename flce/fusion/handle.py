@@ -84,18 +84,19 @@ class Fusion(contextlib.AbstractContextManager):
 
     def attached(self):
         """[(name, the head's Module, its nn.Linears)]"""
-        found = {}
+        linears_by_head = {}
         for linear in self.linears:
             if fusion_in(linear) is self:
-                found.setdefault((linear._flce_name, enclosing_of(linear)), []).append(linear)
-        return [(*head, linears) for head, linears in found.items()]
+                head = linear._flce_name, enclosing_of(linear)
+                linears_by_head.setdefault(head, []).append(linear)
+        return [(*head, linears) for head, linears in linears_by_head.items()]
 
     def is_attached(self):
         """Whether any head of it is fused now."""
         return self._is_attached
 
-    def attach(self, found):
-        for name, module in found:
+    def attach(self, named_heads):
+        for name, module in named_heads:
             if reason := heads.attach(self, name, module):
                 self.refused.append((name, reason))
             else:
@@ -137,12 +138,12 @@ class Fusion(contextlib.AbstractContextManager):
         if model is self.model and self._label_stack:
             self._label_stack.clear()  # of a call that a KeyboardInterrupt ended without `_end`
         if not self._label_stack:
-            id(self)
+            self._guard_graph()
             self._note_call()
             if not is_compiling():
                 self._fuse_replacements()
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
-            elif not all(isinstance(_module_at(one), heads.Reentrant) for one in self._places):
+            elif not all(isinstance(_module_at(p), heads.RequestMixin) for p in self._places):
                 self._fuse_replacements()
         if not self._needs_no_labels():
             labels = [args[i] for i in positions if i < len(args)]
@@ -156,7 +157,7 @@ class Fusion(contextlib.AbstractContextManager):
         had_labels = self._label_stack.pop() if self._label_stack else False
         if not had_labels or self._label_stack or output is None:  # the forward raised
             return
-        id(self)
+        self._guard_graph()
         if self._has_missed_head():
             self.fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
 
@@ -170,7 +171,7 @@ class Fusion(contextlib.AbstractContextManager):
     def is_to_defer(self):
         """Whether a head that is called now defers. Counts the call."""
         is_on = self._is_attached and (self.when == "always" or any(self._label_stack))
-        id(self)
+        self._guard_graph()
         self._note_head(is_on, torch.is_grad_enabled(), is_compiling())
         return is_on
 
@@ -220,23 +221,28 @@ class Fusion(contextlib.AbstractContextManager):
 
     def note_loss(self, key):
         """A loss was computed without logits. key: of the record."""
-        id(self)
+        self._guard_graph()
         self._count_loss(key)
 
     def note_read(self, name):
-        id(self)
+        self._guard_graph()
         self._count_read(name)
 
     def fall_back(self, reason, consequence="the loss is computed from all logits"):
         """flce computes no loss because of `reason`: a warning the first time; strict: an error."""
         if self._strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
-        id(self)
+        self._guard_graph()
         self._count_fall_back(reason, consequence)
 
-    # torch.compile calls these while it traces, and does not trace them: a count would compile anew
-    # at each step, a warning would break the graph. A caller calls id(self) first, which guards the
-    # graph by this Fusion: a graph notes nothing when it runs, so it may run for no other.
+    def _guard_graph(self):
+        """Under torch.compile: lets the graph that is traced run for this Fusion alone, as `id` of
+        an object guards by it. Called before each of the functions below: they run while a graph is
+        traced, and not when it runs, so for another Fusion it would count and warn of nothing."""
+        id(self)
+
+    # torch.compile calls the following while it traces, and does not trace them: a count would
+    # compile anew at each step, a warning would break the graph.
 
     def _note_call(self):
         """The model is called."""
@@ -314,15 +320,15 @@ def _are_nested(model, other):
 
 def _heads_to_fuse(model, head):
     """[(name, Module)]. Raises ValueError if there is none, or one is fused already."""
-    found = heads.heads_of(model, head)
-    if not found:
+    named_heads = heads.heads_of(model, head)
+    if not named_heads:
         raise ValueError(
             "flce.fuse: model: expected one with a vocabulary head (get_output_embeddings() of it "
             'or of a model in it, or an nn.Linear whose name ends in "lm_head"), got '
             f"{type(model).__name__} without; head= names another; for logits by F.linear with "
             f"the weight of an nn.Embedding {heads.BY_HAND}"
         )
-    for name, module in found:
+    for name, module in named_heads:
         while (fusion := heads.fusion_of(module)) is not None:
             if fusion.model is model:
                 raise ValueError(
@@ -335,7 +341,7 @@ def _heads_to_fuse(model, head):
                     stacklevel=3,
                 )
             fusion.remove()
-    return found
+    return named_heads
 
 
 def fuse(model, head=None, *, when="labels", strict=False, **options):
@@ -405,10 +411,10 @@ class Explanation:
         self.heads, self.refused = [], []
         for module, name in known.items():
             reason = None if heads.fusion_of(module) else heads.why_not(model, module)
-            found = self.refused if reason else self.heads
-            found.append((name, reason or _composition(module)))
+            entries = self.refused if reason else self.heads
+            entries.append((name, reason or _composition(module)))
         refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find
-        self.refused += [one for one in refused if one[0] not in known.values()]
+        self.refused += [entry for entry in refused if entry[0] not in known.values()]
         self.summary = "" if fusion is None else fusion.summary()
         for name in ("losses", "reads", "fallbacks"):
             setattr(self, name, dict(getattr(fusion, name, {})))

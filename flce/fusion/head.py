@@ -1,5 +1,14 @@
-"""The heads of a model: what it calls for its logits, the nn.Linear in that, and their subclasses:
-a normal call returns deferred logits; one with a Request runs its work inside the hooks."""
+"""The heads of a model: what it calls for its logits, the nn.Linear in that, and their subclasses.
+
+`attach` gives an nn.Linear that makes logits a class that derives from DeferringMixin and its own
+class, and what the model calls around it (PEFT's adapter) one of RequestMixin and its own:
+`module.__class__` is set. The `forward` of these classes tells two calls apart:
+
+    linear(x)             by the model: returns deferred logits
+    linear(x, request)    by `reentry.Request.run`, to compute a loss later, where the weight is
+                          whole: nn.Module.__call__ runs the hooks of FSDP2 and DeepSpeed around
+                          `forward`, which does not multiply but calls request.run(linear, x)
+"""
 
 import contextlib
 import functools
@@ -22,14 +31,16 @@ BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is 
 # _flce_enclosing, a weak reference to the Module that the model calls.
 
 
-class Reentrant:
-    """Mixed into a Module that encloses the nn.Linear: runs Requests in its forward."""
+class RequestMixin:
+    """Of a Module that encloses the nn.Linear: forward(x, request) runs a Request, all other calls
+    are those of its own class."""
 
     def forward(self, *args, **kwargs):
         if len(args) == 2 and isinstance(args[1], reentry.Request):
-            return args[1].run(self, args[0])
-        own = self.__dict__.get("_flce_gathers") or super().forward
-        return own(*args, **kwargs)
+            x, request = args
+            return request.run(self, x)
+        forward = self.__dict__.get("_flce_gathers") or super().forward
+        return forward(*args, **kwargs)
 
     def __setstate__(self, state):
         """Of a copy: what encloses an nn.Linear is restored after it."""
@@ -41,8 +52,9 @@ class Reentrant:
                 linear._flce_enclosing = weakref.ref(self)
 
 
-class _Deferring(Reentrant):
-    """Mixed into an nn.Linear whose products are logits."""
+class DeferringMixin(RequestMixin):
+    """Of an nn.Linear whose products are logits: forward(x) defers them, forward(x, request) runs a
+    Request."""
 
     def __call__(self, *args, **kwargs):
         fusion = self._flce_fusion
@@ -52,11 +64,11 @@ class _Deferring(Reentrant):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        made = _deferred(self, args, kwargs)
-        return super().forward(*args, **kwargs) if made is None else made
+        logits = _deferred(self, args, kwargs)
+        return super().forward(*args, **kwargs) if logits is None else logits
 
-    def compute_logits(self, x):
-        """The real logits, without hooks."""
+    def linear_forward(self, x):
+        """The forward of nn.Linear, without hooks: the real product."""
         is_whole = not is_dtensor(self.weight) or is_dtensor(x)
         if not is_whole and "_flce_gathers" not in self.__dict__:
             raise RuntimeError(reentry.NOT_WHOLE)
@@ -116,8 +128,8 @@ def _unsupported_call(linear, x):
 
 def _unsupported_now(linear):
     """Why a head cannot defer in the state that torch and its Modules are in; None if it can."""
-    if replaced := replacements.found():
-        return replaced
+    if replacement := replacements.find_replacement():
+        return replacement
     if torch_private.forward_ad_is_on():
         return "forward-mode AD is active"
     if torch_private.jit_traces():
@@ -186,11 +198,11 @@ def attach(fusion, name, enclosing):
             # This forward would not pass Requests on.
             del linear.forward
             linear._flce_gathers = gathers
-        _mix_in(linear, _Deferring)
+        _mix_in(linear, DeferringMixin)
         linear._flce_fusion, linear._flce_name = fusion, name
         linear._flce_enclosing = weakref.ref(enclosing)
         fusion.linears[linear] = None
-    _mix_in(enclosing, Reentrant)
+    _mix_in(enclosing, RequestMixin)
     return None
 
 
@@ -199,8 +211,9 @@ def detach(enclosing, linears):
     for module in (*linears, enclosing):
         if base := type(module).__dict__.get("_flce_base"):
             _set_class(module, base)
-            own = [name for name in module.__dict__ if name.startswith("_flce_")]
-            if gathers := {n: module.__dict__.pop(n) for n in own}.get("_flce_gathers"):
+            names = [name for name in module.__dict__ if name.startswith("_flce_")]
+            attributes = {name: module.__dict__.pop(name) for name in names}
+            if gathers := attributes.get("_flce_gathers"):
                 module.forward = gathers
 
 
@@ -208,31 +221,32 @@ def is_standard_linear(module):
     """Whether an nn.Linear computes what the class nn.Linear does."""
     forward = type(module).forward
     is_replaced = "forward" in module.__dict__ and "_old_forward" not in module.__dict__
-    return forward in (nn.Linear.forward, _Deferring.forward) and not is_replaced
+    return forward in (nn.Linear.forward, DeferringMixin.forward) and not is_replaced
 
 
 def fusion_of(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
     fusions = map(fusion_in, model.modules())
-    return next((one for one in fusions if one is not None and one.is_attached()), None)
+    return next((fusion for fusion in fusions if fusion is not None and fusion.is_attached()), None)
 
 
 def heads_of(model, head=None):
     """[(name, Module)]: what the model calls for its logits; head: as of flce.fuse."""
     if head is not None:
-        return [_named(model, one) for one in (head if isinstance(head, list | tuple) else [head])]
+        heads = head if isinstance(head, list | tuple) else [head]
+        return [_named(model, name_or_module) for name_or_module in heads]
     names = {module: name for name, module in model.named_modules()}
-    found = {}
+    name_by_head = {}
     for module in names:
         with contextlib.suppress(NotImplementedError):
             embeddings = getattr(module, "get_output_embeddings", lambda: None)()
             if embeddings in names:
-                found[embeddings] = names[embeddings]
+                name_by_head[embeddings] = names[embeddings]
     for module, name in names.items():
         # A second head, of which get_output_embeddings() does not tell.
         if name.endswith("lm_head") and isinstance(module, nn.Linear):
-            found[module] = name
-    return [(name, module) for module, name in found.items()]
+            name_by_head[module] = name
+    return [(name, module) for module, name in name_by_head.items()]
 
 
 def _named(model, head):
@@ -248,9 +262,9 @@ def linears_of(model, head):
     (base layer, up projections, copies to save). Empty if one is of another class (quantised)."""
     parts = [head] if isinstance(head, nn.Linear) else [m for m in head.modules() if m is not head]
     classes = getattr(head, "out_features", None)
-    found = [m for m in parts if hasattr(m, "out_features") and m.out_features == classes]
-    others = [m for m in found if not isinstance(m, nn.Linear) or not is_standard_linear(m)]
-    return found if not others or gathering_linears(model).keys() >= {*others} else []
+    linears = [m for m in parts if hasattr(m, "out_features") and m.out_features == classes]
+    others = [m for m in linears if not isinstance(m, nn.Linear) or not is_standard_linear(m)]
+    return linears if not others or gathering_linears(model).keys() >= {*others} else []
 
 
 def why_not(model, head):

@@ -18,9 +18,9 @@ _OF_DIVERGENCE = {*OF_DIVERGENCE} - {"save"}
 _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
 
 
-def _unsupported(record, chosen, has_probabilities=False):
-    """Why flce cannot compute a loss of the record with `chosen`, options given to flce.fuse, or
-    None. To be asked inside the Modules' hooks, where a sharded weight is whole."""
+def _unsupported(record, fuse_options, has_probabilities=False):
+    """Why flce cannot compute a loss of the record with these options of flce.fuse, or None. To be
+    asked inside the Modules' hooks, where a sharded weight is whole."""
     sources = record.sources
     for source in sources:
         (weight, _), x, is_sharded = source.parameters(), source.x, sharded.is_sharded(source)
@@ -30,9 +30,9 @@ def _unsupported(record, chosen, has_probabilities=False):
             return f"the head multiplies {x.dtype} by {weight.dtype}"
         if weight.is_meta:
             return "the head's weight is on the meta device"
-        if is_sharded and (reason := sharded.unsupported(record, chosen, has_probabilities)):
+        if is_sharded and (reason := sharded.unsupported(record, fuse_options, has_probabilities)):
             return reason
-    if len(sources) > 1 and chosen.get("accumulate_into") is not None:
+    if len(sources) > 1 and fuse_options.get("accumulate_into") is not None:
         if torch.is_grad_enabled() and sources[0].parameters()[0].requires_grad:
             return "accumulate_into does not serve an adapter"
     return None
@@ -43,34 +43,34 @@ def _computed(node, record, run):
     call = node.call
     call.check(False)
     with call.entered(node.wants_gradient()):
-        made = inside(record.sources, run)
-    call.loss_is_done = call.loss_is_done or made is None
-    require(made is not None)
-    return made
+        result = inside(record.sources, run)
+    call.loss_is_done = call.loss_is_done or result is None
+    require(result is not None)
+    return result
 
 
 def _fused(node, record, target, options, dropped=()):
-    """linear_cross_entropy of the record's logits, without the options `dropped` of those given to
-    flce.fuse. Unknown, and told, where flce cannot compute it."""
+    """linear_cross_entropy of the record's logits, with the options of flce.fuse but those that
+    `dropped` names. Unknown, and told, where flce cannot compute it."""
     call = node.call
     if options["reduction"] == "none" and call.fusion.options.get("save") == "grads":
         dropped = (*dropped, "save")
-    chosen = {name: value for name, value in call.fusion.options.items() if name not in dropped}
+    fuse_options = {k: value for k, value in call.fusion.options.items() if k not in dropped}
 
     def run(sources):
         received, has_probabilities = record.changed(sources=sources), target.is_floating_point()
-        if reason := _unsupported(received, chosen, has_probabilities):
+        if reason := _unsupported(received, fuse_options, has_probabilities):
             return call.fusion.fall_back(reason)
         dtype = call.product_dtype(sources[0].x)
         cuts_weight = has_probabilities or options.get("weight") is not None
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
         is_cut = weight.requires_grad and not weight.is_leaf
-        if is_cut and sources[0].parameters()[0].is_leaf and chosen.get("accumulate_into"):
+        if is_cut and sources[0].parameters()[0].is_leaf and fuse_options.get("accumulate_into"):
             return call.fusion.fall_back("accumulate_into does not serve a slice of the classes")
-        given = {"linear_bias": bias, **derived, **options, **chosen}
-        made = linear_cross_entropy(sharded.replicated(x, weight), weight, target, **given)
-        call.fusion.note_loss(steps.key_of(record))
-        return made
+        arguments = {"linear_bias": bias, **derived, **options, **fuse_options}
+        result = linear_cross_entropy(sharded.replicated(x, weight), weight, target, **arguments)
+        call.fusion.note_loss(steps.hashable_steps(record))
+        return result
 
     return _computed(node, record, run)
 
@@ -104,45 +104,65 @@ def cross_entropy(function, node, args, kwargs):
 
 
 def statistic(node, record, name, target=None):
-    """Of each of the record's rows, (...): "lse", "entropy", "predictions", "mean_log_p" (over the
-    classes), "log_p" of the target; of K targets "class_logits", (..., K). A call for one gives the
-    first two, if cheap, for all Records of the same rows, of some of them and of pieces of them."""
+    """A number for each of the record's rows, (...), from what `record.rows` knows or by a call of
+    flce. name: one of
+
+    "lse"           logsumexp of the logits
+    "entropy"       of their softmax
+    "predictions"   the class of the largest logit
+    "mean_log_p"    the mean of log_softmax over the classes
+    "log_p"         log_softmax at the class `target` of each row
+    "class_logits"  the logits at the K classes `target` of each row, (..., K)
+
+    Each call of flce gives lse too, and the entropy where that costs little. `record.rows` keeps
+    these under their names, and log_p and class_logits under the target's number: all Records of
+    the same rows, of some of them and of pieces of them find them there.
+    """
     call, rows, grad = node.call, record.rows, node.wants_gradient()
-    key = name if target is None else rows.key_of(target)
-    found = rows.found(key)
-    if found is not None and found.requires_grad >= grad:
-        return found if grad else found.detach()
+    key = name if target is None else rows.target_number(target)
+    known = rows.lookup(key)
+    if known is not None and known.requires_grad >= grad:
+        return known if grad else known.detach()
     if target is None and rows.is_piece:
-        return rows.selected(statistic(node, rows.of, name))
-    zeros = torch.zeros(record.shape[:-1], dtype=torch.int64, device=call.device)
+        return rows.select_values(statistic(node, rows.parent_record, name))
+    outputs = _statistics_by_flce(node, record, name, target)
+    statistics = {field: values for field, values in outputs.items() if values is not None}
+    # By name: lse, entropy, predictions. The others are made of the loss, or are class_logits.
+    requested = statistics.pop("class_logits", -statistics.pop("loss"))
+    if name not in statistics and key is not None:
+        statistics[key] = requested
+    rows.statistics.update(statistics if grad else {**statistics, **rows.statistics})
+    call.loss_is_done = call.loss_is_done or target is not None
+    return statistics.get(name, requested)
+
+
+def _statistics_by_flce(node, record, name, target):
+    """The fields of LinearCrossEntropyOutput by the call of flce for a statistic. The loss is
+    -log p of the target, or -mean_log_p, or that of class 0, for which nobody asks."""
     options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
     options["ignore_index"] = -(2**63)  # no class has this index
     dropped = ("z_loss", "valid_bound")
-    is_sampled = name == "log_p" and call.fusion.options.get("gradient") == "sampled"
+    is_sampled = name == "log_p" and node.call.fusion.options.get("gradient") == "sampled"
     if not is_sampled:
         # A softcap's slope is in its gradient: the forward would keep the logits in float32.
-        is_cheap = not (grad and steps.TANH in steps.kinds(record.steps))
+        is_cheap = not (node.wants_gradient() and steps.TANH in steps.kinds(record.steps))
         options |= {"return_lse": True, "return_entropy": is_cheap or name == "entropy"}
         options["return_predictions"] = name == "predictions"
         options["classes"] = target if name == "class_logits" else None
         dropped += ("gradient", "gradient_eps")
-    made = _fused(node, record, target if name == "log_p" else zeros, options, dropped)
-    made = LinearCrossEntropyOutput(made) if is_sampled else made
-    found = {field: values for field, values in made._asdict().items() if values is not None}
-    own = found.pop("class_logits", -found.pop("loss"))
-    if name not in found and key is not None:
-        found[key] = own
-    rows.known.update(found if grad else {**found, **rows.known})
-    call.loss_is_done = call.loss_is_done or target is not None
-    return found.get(name, own)
+    if name != "log_p":
+        target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=node.call.device)
+    outputs = _fused(node, record, target, options, dropped)
+    outputs = LinearCrossEntropyOutput(outputs) if is_sampled else outputs
+    return outputs._asdict()
 
 
 # ---- KL divergences of two heads ----
 
 
 def kl_elements(node, target, dtype, _):
-    """F.kl_div of two Nodes, for each class: each is made under the modes of its own call."""
-    is_log, values = target.record.form() == steps.LOG_P, [node.again(), target.again()]
+    """F.kl_div of two Nodes, for each class: each is computed under the modes of its own call."""
+    is_log, values = target.record.form() == steps.LOG_P, [node.recompute(), target.recompute()]
     values = [value.to(dtype) for value in values]
     return F.kl_div(*values, reduction="none", log_target=is_log)
 
@@ -151,7 +171,7 @@ def kl_sum(record, reduction):
     """The sum of `kl_elements` over the classes, of each row or of all ("none" or "sum"). A target
     with a gradient is the student."""
     step = next(step for step in record.tail if step.kind == steps.KL)
-    (student, teacher), name = step.replay.args[:2], "forward_kl"
+    (student, teacher), name = step.compute.args[:2], "forward_kl"  # arguments of `kl_elements`
     if teacher.has_gradient:
         student, teacher, name = teacher, student, "reverse_kl"
     return divergence(student, teacher, name, reduction)
@@ -160,33 +180,42 @@ def kl_sum(record, reduction):
 def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     """flce.linear_divergence of the logits of two Nodes, whatever their forms. target: rows of -100
     are ignored."""
-    record, other, call = student.record, teacher.record, student.call
-    require(student.is_pending() and teacher.is_pending() and record.shape == other.shape)
+    nodes, records, fusion = (
+        (student, teacher),
+        (student.record, teacher.record),
+        student.call.fusion,
+    )
+    require(student.is_pending() and teacher.is_pending() and records[0].shape == records[1].shape)
     require(not teacher.wants_gradient())
-    given = call.fusion.options
-    chosen = {k: v for k, v in given.items() if k in _OF_DIVERGENCE or (k, v) == ("save", "stats")}
+    fuse_options = {
+        option: value
+        for option, value in fusion.options.items()
+        if option in _OF_DIVERGENCE or (option, value) == ("save", "stats")
+    }
     if target is None:
-        chosen.pop("valid_bound", None)
-    calls, records = (call, teacher.call), (record, other)
+        fuse_options.pop("valid_bound", None)
 
     def run(*sources):
-        received = [one.changed(sources=given) for one, given in zip(records, sources, strict=True)]
-        dtypes = [one.product_dtype(r.sources[0].x) for one, r in zip(calls, received, strict=True)]
-        reasons = [_unsupported(r, chosen) for r in received]
+        pairs = zip(records, sources, strict=True)
+        received = [record.changed(sources=whole) for record, whole in pairs]
+        pairs = zip(nodes, received, strict=True)
+        dtypes = [node.call.product_dtype(record.sources[0].x) for node, record in pairs]
+        reasons = [_unsupported(record, fuse_options) for record in received]
         reasons += ["a divergence of an adapter" for r in received if len(r.sources) > 1]
         reasons += ["teacher and student of other dtypes"] * (dtypes[0] != dtypes[1])
         if reason := next(filter(None, reasons), None):
-            return call.fusion.fall_back(reason)
+            return fusion.fall_back(reason)
         x, weight, bias, derived = steps.operands(received[0], dtypes[0], True)
         x_t, weight_t, bias_t, derived_t = steps.operands(received[1], dtypes[1], True)
-        numbers = {f"teacher_{k}": v for k, v in derived_t.items()} | derived | chosen
+        numbers = {f"teacher_{k}": v for k, v in derived_t.items()} | derived | fuse_options
         biases = {"linear_bias": bias, "teacher_bias": bias_t}
-        given = {"divergence": name, "beta": beta, "target": target, "reduction": reduction}
-        made = linear_divergence(x, weight, x_t, weight_t, **given, **biases, **numbers)
-        for one, of in zip(calls, records, strict=True):
-            one.fusion.note_loss(steps.key_of(of))
-        return made
+        arguments = {"divergence": name, "beta": beta, "target": target, "reduction": reduction}
+        loss = linear_divergence(x, weight, x_t, weight_t, **arguments, **biases, **numbers)
+        for node, record in zip(nodes, records, strict=True):
+            node.call.fusion.note_loss(steps.hashable_steps(record))
+        return loss
 
     teacher.call.check(False)
-    call.loss_is_done = teacher.call.loss_is_done = True
-    return _computed(student, record, lambda s: inside(other.sources, lambda t: run(s, t)))
+    student.call.loss_is_done = teacher.call.loss_is_done = True
+    run_in_teacher = lambda s: inside(teacher.record.sources, lambda t: run(s, t))  # noqa: E731
+    return _computed(student, student.record, run_in_teacher)

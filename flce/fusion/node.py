@@ -1,4 +1,22 @@
-"""Deferred values computed from a head's output, and how the real ones are made."""
+"""Deferred values computed from a head's output, and how the real ones are computed.
+
+From the caller's side to the head's product, each by means of the next:
+
+    Node.materialize_for(function)  __torch_function__ and __torch_dispatch__, for a function that
+                                    is not deferred: counts and tells that, then materialize()
+    Node.materialize()              the value that the caller sees: computed once and kept, so that
+                                    what is written to it stays
+    Node.recompute()                the value as it was before such writes, not kept: for gradients
+                                    and divergences, which must not see the writes
+    Node.compute_from_head()        what both call for a value with a Record: the steps of the
+                                    Record on its logits, cached ones if that is allowed
+    compute_logits(record, call)    the real logits of a Record, where the weight is whole, without
+                                    a cache; also for the backward of a weight of another class
+    DeferringMixin.linear_forward   (head.py) the forward of nn.Linear, inside the Module's hooks
+
+An EagerNode (eager.py) has no graph, as autograd has recorded the deferred Tensor: it computes
+without gradients. The values of a TracedNode have a graph of their own.
+"""
 
 import contextlib
 import copy
@@ -19,17 +37,17 @@ def mapped(change, tree):
     flat in nearly all calls, where torch.utils._pytree takes several times as long."""
     kind = type(tree)
     if kind is tuple or kind is list:
-        return kind([mapped(change, one) for one in tree])
+        return kind([mapped(change, branch) for branch in tree])
     if kind is dict:
-        return {name: mapped(change, one) for name, one in tree.items()}
+        return {name: mapped(change, branch) for name, branch in tree.items()}
     return change(tree)
 
 
 def instances_in(kind, tree):
     """The instances of a class in a tree of arguments, in its order."""
-    found = []
-    mapped(lambda one: found.append(one) if isinstance(one, kind) else None, tree)
-    return found
+    instances = []
+    mapped(lambda leaf: instances.append(leaf) if isinstance(leaf, kind) else None, tree)
+    return instances
 
 
 class Snapshot:
@@ -44,21 +62,21 @@ class Snapshot:
         # Hooks may gather the weight, which changes it: then only the last_step is compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
             named |= {"weight": linear.weight, "bias": linear.bias}
-        self.parts = []  # (name, tensor, version or None, sample or None)
+        self.tensors = []  # (name, tensor, version or None, sample or None)
         for name, tensor in named.items():
             if _is_plain(tensor):
                 version = None if is_compiling() or tensor.is_inference() else tensor._version
                 samples = version is None or name != "hidden states"
                 sample = _sample_of(name, tensor).clone() if samples else None
-                self.parts.append((name, tensor, version, sample))
+                self.tensors.append((name, tensor, version, sample))
 
     def change(self, compares):
         """What has changed, in words, or None. compares: the samples too: waits for the device."""
         if self.fusion.last_step is not self.last_step:
             return "an optimizer that has stepped since"
-        for name, tensor, version, sample in self.parts:
-            is_own = self.holds or name == "hidden states"
-            current = tensor if is_own else getattr(self.linear, name)
+        for name, tensor, version, sample in self.tensors:
+            is_held = self.holds or name == "hidden states"
+            current = tensor if is_held else getattr(self.linear, name)
             is_written = version is not None and tensor._version != version
             is_written = is_written or (compares and _differs(sample, name, tensor))
             # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
@@ -84,9 +102,10 @@ def _differs(sample, name, tensor):
         return False
     if sample.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    now = _sample_of(name, tensor)
-    is_alike = (now.shape, now.dtype, now.device) == (sample.shape, sample.dtype, sample.device)
-    return not (is_alike and torch.allclose(now, sample, rtol=0, atol=0, equal_nan=True))
+    current = _sample_of(name, tensor)
+    is_alike = current.shape == sample.shape
+    is_alike = is_alike and (current.dtype, current.device) == (sample.dtype, sample.device)
+    return not (is_alike and torch.allclose(current, sample, rtol=0, atol=0, equal_nan=True))
 
 
 class HeadCall:
@@ -140,9 +159,9 @@ class HeadCall:
 
 
 class Node:
-    """One value that has not been made. record: how it was computed from a head's products. parent:
-    the Node whose memory it shares, as a view of it; without one it has memory of its own. value:
-    the real tensor, once there is one."""
+    """One deferred value. record: how it is computed from a head's products. parent: the Node whose
+    memory it shares, as a view of it; without one it has memory of its own. value: the real tensor,
+    once there is one. Subclasses have `materialize` and `recompute`, as above."""
 
     def __init__(self, call, record, parent=None):
         self.call, self.record, self.parent, self.value = call, record, parent, None
@@ -153,30 +172,38 @@ class Node:
         return torch.empty(shape, dtype=dtype, device=device or self.call.device)
 
     def is_pending(self):
-        """Whether neither this value nor one that it is a view of has been made."""
+        """Whether neither this value nor one that it is a view of is real yet."""
         return self.value is None and (self.parent is None or self.parent.is_pending())
 
-    def note_made(self, name):
-        """Real logits are to be made for an operation that is not deferred: a warning, or an error
+    def note_materialized(self, name):
+        """Real logits are computed for an operation that is not deferred: a warning, or an error
         if strict, unless they were wanted in addition to a loss or without a gradient."""
         if self.call.loss_is_done or not self.call.grad:
             self.call.fusion.note_read(name)
         else:
             self.call.fusion.fall_back(f"{name} is not deferred")
 
-    def replay(self, may_share=False, memory=None):
-        """The real value, from the head on; may_share: or from real logits that exist already."""
+    def materialize_for(self, function):
+        """The real value, because `function` is not deferred."""
+        if self.is_pending() and not self.is_read_by_autograd():
+            self.note_materialized(name_of(function))
+        return self.materialize()
+
+    def compute_from_head(self, uses_cache=False, memory=None):
+        """The real value: the Record's steps on its logits. uses_cache: on real logits that exist
+        already, if they do. memory: the Memory of this value, kept with new logits."""
         call, record = self.call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
         call.check(call.loss_is_done or not call.requires_grad)
         if record.form() == steps.KL:  # of two Nodes
-            return steps.applied(record.tail[-1:], None)
-        logits = record.rows.unchanged(record.steps, call.requires_grad) if may_share else None
+            return steps.apply_steps(record.tail[-1:], None)
+        rows = record.rows
+        logits = rows.cached_logits(record.steps, call.requires_grad) if uses_cache else None
         if logits is not None:
-            return steps.applied(record.tail, logits) if record.tail else logits.clone()
-        logits = whole_product(record, call)
-        record.rows.real = None if is_compiling() else (record.steps, logits, memory)
-        return steps.applied(record.tail, logits)
+            return steps.apply_steps(record.tail, logits) if record.tail else logits.clone()
+        logits = compute_logits(record, call)
+        rows.logits_cache = None if is_compiling() else (record.steps, logits, memory)
+        return steps.apply_steps(record.tail, logits)
 
 
 class TracedNode(Node):
@@ -206,42 +233,42 @@ class TracedNode(Node):
         """That of a product of more sources."""
         return TracedNode(call.now(), record)
 
-    def make(self):
-        """The real value, made once, under the modes of the head's call: what a reader under
-        no_grad makes must have a gradient for later readers."""
+    def is_read_by_autograd(self):
+        """No: its values have a graph, so autograd saves real ones."""
+        return False
+
+    def materialize(self):
+        """Under the modes of the head's call: what a reader under no_grad computes must have a
+        gradient for later readers."""
         if self.value is None:
             with self.call.entered(self.call.grad):
-                self.value = self.view(self.parent.make()) if self.parent else self.replay(True)
+                if self.parent is None:
+                    self.value = self.compute_from_head(uses_cache=True)
+                else:
+                    self.value = self.view(self.parent.materialize())
         return self.value
 
-    def again(self):
-        """The real value before anything was written to it, under the modes of the head's call."""
+    def recompute(self):
         with self.call.entered(self.call.grad):
-            return self.replay()
-
-    def make_for(self, function):
-        """The real value, because `function` is not deferred."""
-        if self.is_pending():
-            self.note_made(name_of(function))
-        return self.make()
+            return self.compute_from_head()
 
 
-def whole_product(record, call):
+def compute_logits(record, call):
     """The real logits of a Record. Of heads that are not fused any more, too."""
     dtype = None if is_compiling() else call.autocast
-    return inside(record.sources, functools.partial(_real_logits, record.steps, dtype))
+    return inside(record.sources, functools.partial(_logits_of_sources, record.steps, dtype))
 
 
-def _real_logits(steps_after, dtype, sources):
-    made = [steps.applied(s.steps, _product(s, dtype)) for s in sources]
-    return steps.applied(steps_after, sum(made[1:], made[0]))
+def _logits_of_sources(steps_after, dtype, sources):
+    products = [steps.apply_steps(s.steps, _product(s, dtype)) for s in sources]
+    return steps.apply_steps(steps_after, sum(products[1:], products[0]))
 
 
 def _product(source, dtype):
     """What the nn.Linear computes, without hooks. dtype: of autocast, which a dispatch is below."""
     linear, x, (weight, bias) = source.linear, source.x, source.parameters()
     if source.weight_and_bias is None or is_dtensor(weight):
-        return linear(x) if fusion_in(linear) is None else linear.compute_logits(x)
+        return linear(x) if fusion_in(linear) is None else linear.linear_forward(x)
     if dtype is not None and x.dtype != torch.float64:
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

@@ -1,7 +1,7 @@
 """The table of operations that deferred logits record or answer.
 
 A handler takes (function, node, args, kwargs), args[0] being the deferred value, and returns the
-result, or raises Unknown, by `require`: the real logits are made then. Shapes, dtypes and devices
+result, or raises Unknown, by `require`: real logits are computed then. Shapes, dtypes and devices
 of results come from the function itself, of empty tensors.
 """
 
@@ -56,20 +56,21 @@ def _scale(function, node, args, kwargs):
     if function in _DIVISIONS:
         factor = 1 / factor if factor else math.inf
     require(steps.is_scale(factor, record.tail or record.steps))
-    replay = (lambda z: function(z, number)) if len(args) > 1 else function
-    return node.then(record.then(steps.SCALE, factor, replay))
+    compute = (lambda z: function(z, number)) if len(args) > 1 else function
+    return node.then(record.then(steps.SCALE, factor, compute))
 
 
 def _product(node, other):
     """p log p or p z, where the gradient goes through both factors or through neither."""
-    one, two = node.record, other.record
-    form = _PRODUCTS.get(frozenset((one.form(), two.form())))
-    require(form and one.rows.known is two.rows.known and steps.key_of(one) == steps.key_of(two))
+    left, right = node.record, other.record
+    form = _PRODUCTS.get(frozenset((left.form(), right.form())))
+    require(form and left.rows.statistics is right.rows.statistics)
+    require(steps.hashable_steps(left) == steps.hashable_steps(right))
     require(other.is_pending() and node.has_gradient == other.has_gradient)
-    replay = lambda z: steps.applied(one.tail, z) * steps.applied(two.tail, z)  # noqa: E731
-    step = steps.Step(form, one.factor() * two.factor(), replay)
-    dtype = torch.promote_types(one.dtype, two.dtype)
-    return node.then(one.changed(tail=(step,), dtype=dtype))
+    compute = lambda z: steps.apply_steps(left.tail, z) * steps.apply_steps(right.tail, z)  # noqa: E731
+    step = steps.Step(form, left.factor() * right.factor(), compute)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    return node.then(left.changed(tail=(step,), dtype=dtype))
 
 
 @handles("tanh", 1)
@@ -97,23 +98,27 @@ def _add(function, node, args, kwargs):
 
 
 def _sum_of_products(node, other):
-    one, two, first, second = node.record, other.record, node.call, other.call
-    linears = {id(source.linear) for source in (*one.sources, *two.sources)}
-    kinds = steps.kinds((*one.steps, *two.steps, *two.tail))
-    require(other.is_pending() and one.shape == two.shape and kinds <= {steps.SCALE, steps.CAST})
-    require(len(linears) == len(one.sources) + len(two.sources))
+    left, right, left_call, right_call = node.record, other.record, node.call, other.call
+    linears = {id(source.linear) for source in (*left.sources, *right.sources)}
+    kinds = steps.kinds((*left.steps, *right.steps, *right.tail))
+    require(other.is_pending() and left.shape == right.shape and kinds <= {steps.SCALE, steps.CAST})
+    require(len(linears) == len(left.sources) + len(right.sources))
     # Both with their gradients, or neither.
-    cut = [one.call.requires_grad and not one.has_gradient for one in (node, other)]
-    require(cut[0] == cut[1] and first.grad == second.grad and first.autocast == second.autocast)
-    require(torch.float64 not in (one.dtype, two.dtype) or one.dtype == two.dtype)
-    parts = [(s, r.steps) for r in (one, two) for s in r.sources]
-    sources = [s.with_changes(s.x, (*s.steps, *own)) for s, own in parts]
-    dtype = torch.promote_types(one.dtype, two.dtype)
+    cut = [operand.call.requires_grad and not operand.has_gradient for operand in (node, other)]
+    require(cut[0] == cut[1] and left_call.grad == right_call.grad)
+    require(left_call.autocast == right_call.autocast)
+    require(torch.float64 not in (left.dtype, right.dtype) or left.dtype == right.dtype)
+    sources = [
+        source.with_changes(source.x, (*source.steps, *record.steps))
+        for record in (left, right)
+        for source in record.sources
+    ]
+    dtype = torch.promote_types(left.dtype, right.dtype)
     # The sum has the gradients of both.
-    call = copy.copy(first if first.requires_grad else second)
-    call.snapshots = first.snapshots + second.snapshots
-    record = steps.Record(tuple(sources), (), one.shape, dtype, steps.Rows())
-    return node.summed(other, call, record)
+    call = copy.copy(left_call if left_call.requires_grad else right_call)
+    call.snapshots = left_call.snapshots + right_call.snapshots
+    total = steps.Record(tuple(sources), (), left.shape, dtype, steps.Rows())
+    return node.summed(other, call, total)
 
 
 @handles("to type_as float double half bfloat16", forms=_ROWS)
@@ -137,8 +142,8 @@ def _copy(function, node, args, kwargs):
         return args[0]
     if function not in (torch.detach, torch.Tensor.detach):
         # Autograd keeps the values of a softmax: a copy may be written to.
-        copied = node.record.then(steps.CAST, node.record.dtype, torch.clone)
-        return node.then(copied if node.record.tail else node.record)
+        copy_record = node.record.then(steps.CAST, node.record.dtype, torch.clone)
+        return node.then(copy_record if node.record.tail else node.record)
     # With when="labels" who detaches logits may keep them, to read them after a step.
     require(node.call.fusion.when == "always" or not torch.is_grad_enabled())
     with torch.no_grad():
@@ -178,16 +183,16 @@ def _transpose(function, node, args, kwargs):
 def _split_index(index, dims):
     """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
     part of the index is not known or the classes' dimension moves."""
-    index, rest = index if isinstance(index, tuple) else (index,), dims
+    index, unindexed = index if isinstance(index, tuple) else (index,), dims
     for item in index:
         if isinstance(item, torch.Tensor) and node_of(item) is None:
-            rest -= item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
+            unindexed -= item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
         elif item is not None and item is not Ellipsis:
             require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
-            rest -= 1
+            unindexed -= 1
     at = [*[item is Ellipsis for item in index], True].index(True)
-    index = (*index[:at], *[slice(None)] * rest, *index[at + 1 :])
-    require(rest >= 0 and isinstance(index[-1], slice))
+    index = (*index[:at], *[slice(None)] * unindexed, *index[at + 1 :])
+    require(unindexed >= 0 and isinstance(index[-1], slice))
     return index[:-1], index[-1]
 
 
@@ -196,14 +201,14 @@ def _select(function, node, args, kwargs):
     """Rows, and a range of the classes, or of those of one group."""
     record, index = node.record, args[1]
     rows, classes = _split_index(index, len(record.shape))
-    kept = range(record.shape[-1])[classes]
+    class_range = range(record.shape[-1])[classes]
     if record.form() == SPLIT:
         *shape, groups, size = record.shape
         *rows, group = rows
         require(isinstance(group, int) and len(rows) == len(shape))
-        require(all(isinstance(item, slice) for item in rows) and kept.step == 1)
+        require(all(isinstance(item, slice) for item in rows) and class_range.step == 1)
         first, rows = range(groups)[group] * size, tuple(rows)
-        kept = range(first + kept.start, first + kept.stop)
+        class_range = range(first + class_range.start, first + class_range.stop)
         record = record.changed(tail=(), shape=(*shape, groups * size))
     tensors = [item for item in rows if isinstance(item, torch.Tensor)]
     # A view for an integer; bytes are a mask.
@@ -212,11 +217,11 @@ def _select(function, node, args, kwargs):
         # The caller may write to an index later.
         rows = tuple([i.clone() if isinstance(i, torch.Tensor) else i for i in rows])
         record = record.of_rows(lambda x: x[rows])
-    if len(kept) < record.shape[-1]:
-        start, stop, shape = kept.start, kept.stop, (*record.shape[:-1], len(kept))
-        require(kept.step == 1 and start < stop and not record.tail)
-        replay = lambda z: z[..., start:stop]  # noqa: E731
-        record = record.then(steps.CLASSES, (start, stop), replay, shape=shape)
+    if len(class_range) < record.shape[-1]:
+        start, stop = class_range.start, class_range.stop
+        require(class_range.step == 1 and start < stop and not record.tail)
+        shape, compute = (*record.shape[:-1], len(class_range)), lambda z: z[..., start:stop]
+        record = record.then(steps.CLASSES, (start, stop), compute, shape=shape)
     return node.then(record, None if tensors else lambda z: z[index])
 
 
@@ -224,13 +229,13 @@ def _select(function, node, args, kwargs):
 def _pieces_of_first_dimension(function, node, args, kwargs):
     record, at = node.record, 2 if function.__name__ in ("split", "chunk") else 1
     require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))
-    stop, made = 0, []
+    stop, pieces = 0, []
     for piece in function(node.layout(), *args[1:], **kwargs):
         is_row = piece.dim() < len(record.shape)
         first, stop = stop, stop + (1 if is_row else len(piece))
         select = operator.itemgetter(first if is_row else slice(first, stop))
-        made.append(node.then(record.of_rows(select, is_piece=True), select))
-    return tuple(made)
+        pieces.append(node.then(record.of_rows(select, is_piece=True), select))
+    return tuple(pieces)
 
 
 # ---- what is computed of a row ----
@@ -243,17 +248,17 @@ _KEYWORDS = {"input", "dim", "axis", "keepdim", "dtype", "index", "indices", "_s
 
 def _over_classes(node, names, args, kwargs):
     """{name: argument} of a function that acts on the classes alone."""
-    given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
-    require(len(args) <= len(names.split()) and set(given) <= _KEYWORDS)
-    dim = given.get("dim", given.get("axis"))
+    arguments = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+    require(len(args) <= len(names.split()) and set(arguments) <= _KEYWORDS)
+    dim = arguments.get("dim", arguments.get("axis"))
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
     require(type(dim) is int and dim in (-1, len(node.record.shape) - 1))
-    return given
+    return arguments
 
 
-def _dtype_by(function, node, given):
+def _dtype_by(function, node, arguments):
     """The dtype of a result, by autocast or as the argument says."""
-    dtype = function(node.like(), 0, **{k: v for k, v in given.items() if k == "dtype"}).dtype
+    dtype = function(node.like(), 0, **{k: v for k, v in arguments.items() if k == "dtype"}).dtype
     require(dtype.is_floating_point and (dtype != torch.float64 or dtype == node.record.dtype))
     return dtype
 
@@ -269,9 +274,9 @@ def _softmax(function, node, args, kwargs):
     dtype = _dtype_by(function, node, _over_classes(node, "input dim", args, kwargs))
     require(node.record.factor() == 1)
     is_log = function.__name__ == "log_softmax"
-    form, made = (LOG_P, torch.log_softmax) if is_log else (P, torch.softmax)
-    replay = lambda z: made(z, -1, dtype=dtype)  # noqa: E731
-    return node.then(node.record.then(form, 1, replay, dtype=dtype))
+    form, torch_function = (LOG_P, torch.log_softmax) if is_log else (P, torch.softmax)
+    compute = lambda z: torch_function(z, -1, dtype=dtype)  # noqa: E731
+    return node.then(node.record.then(form, 1, compute, dtype=dtype))
 
 
 @handles("logsumexp")
@@ -282,8 +287,8 @@ def _reduced(function, node, args, kwargs):
     name, record, form = function.__name__, node.record, node.record.form()
     if is_of_all := len(args) == 1 and not kwargs and (name == "mean" or form == KL):
         args = (*args, -1)
-    given = _over_classes(node, "input dim keepdim", args, kwargs)
-    dtype = _dtype_by(function, node, given)
+    arguments = _over_classes(node, "input dim keepdim", args, kwargs)
+    dtype = _dtype_by(function, node, arguments)
     statistic = functools.partial(loss.statistic, node, record)
     if form == KL:
         values = loss.kl_sum(record, "sum" if is_of_all else "none")
@@ -297,22 +302,22 @@ def _reduced(function, node, args, kwargs):
         values = record.shape[-1] * statistic("mean_log_p")
     else:
         values = (statistic("lse") if form == P_Z else 0) - statistic("entropy")
-    values = _result(record, values, dtype, given.get("keepdim"))
+    values = _result(record, values, dtype, arguments.get("keepdim"))
     return values.mean() if is_of_all else values
 
 
 @handles("kl_div", forms=(LOG_P,))
 def _kl_div(function, node, args, kwargs):
-    given = {"reduction": "mean", "log_target": False}
-    given |= {**dict(zip(_OF_KL_DIV, args, strict=False)), **kwargs}
-    target, record, reduction = node_of(given["target"]), node.record, given["reduction"]
+    arguments = {"reduction": "mean", "log_target": False}
+    arguments |= {**dict(zip(_OF_KL_DIV, args, strict=False)), **kwargs}
+    target, record, reduction = node_of(arguments["target"]), node.record, arguments["reduction"]
     require(target is not None and target.is_pending())
-    require(given.get("size_average") is given.get("reduce") is None)
-    require(target.record.form() == (LOG_P if given["log_target"] else P))
+    require(arguments.get("size_average") is arguments.get("reduce") is None)
+    require(target.record.form() == (LOG_P if arguments["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
     dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
-    replay = functools.partial(loss.kl_elements, node, target, dtype)
-    record = record.then(KL, 1, replay, dtype=dtype)
+    compute = functools.partial(loss.kl_elements, node, target, dtype)
+    record = record.then(KL, 1, compute, dtype=dtype)
     if reduction == "none":
         return (target if target.wants_gradient() else node).then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
@@ -323,12 +328,12 @@ def _kl_div(function, node, args, kwargs):
 @handles("argmax")
 def _argmax(function, node, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
-    given = _over_classes(node, "input dim keepdim", args, kwargs)
+    arguments = _over_classes(node, "input dim keepdim", args, kwargs)
     require(node.call.fusion.when == "always" and node.call.loss_is_done)
     node.call.check(True)
     with torch.no_grad():
         values = loss.statistic(node, node.record, "predictions")
-    return _result(node.record, values, torch.int64, given.get("keepdim"))
+    return _result(node.record, values, torch.int64, arguments.get("keepdim"))
 
 
 @handles("gather take_along_dim", forms=(None, LOG_P, P))
@@ -336,8 +341,8 @@ def _gather(function, node, args, kwargs):
     """z, log p or p of K classes of each row."""
     record, is_gather = node.record, function.__name__ == "gather"
     names = "input dim index" if is_gather else "input index dim"
-    given, form = _over_classes(node, names, args, kwargs), record.form()
-    index = given.get("index", given.get("indices"))
+    arguments, form = _over_classes(node, names, args, kwargs), record.form()
+    index = arguments.get("index", arguments.get("indices"))
     require(isinstance(index, torch.Tensor) and node_of(index) is None)
     require(index.dtype == torch.int64 and index.dim() == len(record.shape))
     require(tuple(index.shape[:-1]) == record.shape[:-1] and index.shape[-1])

@@ -44,15 +44,17 @@ def enclosing_of(linear):
 
 
 class Request:
-    """Work to run inside a head's hooks, passed to its __call__ as a second argument. Hooks that
-    cast or move the tensors among the arguments of a Module leave an object of this class alone,
-    but may cast or move x, so `run` stores the x that the Module received."""
+    """work(sources) to run inside the hooks of Modules, [(Module, x)], one in the other. Each is
+    called as module(x, request); its forward (`head.RequestMixin`) calls request.run(module, x).
+    Hooks that cast or move the tensors among the arguments of a Module leave an object of this
+    class alone, but may cast or move x, so `run` stores the x that the Module received."""
 
     def __init__(self, sources, modules, work):
         self.sources, self.waiting, self.work = list(sources), modules, work
 
     def run(self, module=None, x=None):
-        """Called by `module` inside its hooks: goes on to the next Module, or does the work."""
+        """Called without arguments first, then by each `module` inside its hooks: goes on to the
+        next Module, or does the work."""
         for i, source in enumerate(self.sources):
             if source.linear is module and source.x is not x:
                 self.sources[i] = source._replace(x=x)
@@ -65,15 +67,15 @@ class Request:
 def modules_of(sources):
     """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None if
     one is not fused any more, or has got a hook, which would act on what is no output of it."""
-    found = {}
+    callers = {}
     for linear, x, *_ in sources:
         if fusion_in(linear) is None:
             return None
         for module in (enclosing_of(linear), linear):
-            if id(module) not in found and foreign_hook(module):
+            if id(module) not in callers and foreign_hook(module):
                 return None
-            found.setdefault(id(module), (module, x))  # id: torch.compile guards by it
-    return list(found.values())
+            callers.setdefault(id(module), (module, x))  # id: torch.compile guards by it
+    return list(callers.values())
 
 
 def call_through(sources, work):
@@ -82,8 +84,8 @@ def call_through(sources, work):
     return work(sources) if modules is None else Request(sources, modules, work).run()
 
 
-class _Errand(Request):
-    """A Request whose result takes no way through hooks, which act on an empty tensor instead."""
+class _RequestByAttribute(Request):
+    """A Request whose `result` is an attribute: the Modules' hooks act on an empty output."""
 
     def run(self, module=None, x=None):
         if self.waiting:
@@ -99,9 +101,9 @@ def inside(sources, work):
         return call_through(sources, work)
     modules = _modules_that_gather(sources)
     if modules:
-        errand = _Errand(sources, modules, work)
-        errand.run()
-        return errand.result
+        request = _RequestByAttribute(sources, modules, work)
+        request.run()
+        return request.result
     with contextlib.ExitStack() as units:
         for source in sources:
             weight, _ = source.parameters()
@@ -154,13 +156,11 @@ def is_freed_after_forward(linear):
     from torch.distributed.fsdp import FullyShardedDataParallel as Unit
     from torch.distributed.fsdp import ShardingStrategy
 
-    frees, model = (
-        (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
-        fusion_in(linear).model,
-    )
+    frees = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
+    model = fusion_in(linear).model
     units = [unit for unit in Unit.fsdp_modules(model) if unit is not model]
     return any(
-        unit.sharding_strategy in frees and any(one is linear for one in unit.modules())
+        unit.sharding_strategy in frees and any(module is linear for module in unit.modules())
         for unit in units
     )
 
@@ -172,6 +172,6 @@ def _unit_of(linear):
     kind = getattr(fsdp, "FSDPModule", ())
     around = [m for m in (linear,) if isinstance(m, kind)]
     for module in () if around or model is None else model.modules():
-        if isinstance(module, kind) and any(one is linear for one in module.modules()):
+        if isinstance(module, kind) and any(member is linear for member in module.modules()):
             around.append(module)
     return around[-1] if around else None

@@ -13,10 +13,10 @@ _FORWARD = nn.Linear.forward
 # __torch_function__, which is another if somebody has replaced it.
 _OF_F = {name: getattr(F, name) for name in ("cross_entropy", "nll_loss", "log_softmax", "softmax")}
 _OF_F["kl_div"] = F.kl_div
-_REPLACED_BEFORE = [name for name, one in _OF_F.items() if one.__globals__ is not vars(F)]
+_REPLACED_BEFORE = [name for name, function in _OF_F.items() if function.__globals__ is not vars(F)]
 
 
-def found():
+def find_replacement():
     """What was replaced by somebody, in words; None if nothing was."""
     if type(F.linear) is not types.BuiltinFunctionType and not F.linear.__module__.startswith(
         _SAME

@@ -28,12 +28,12 @@ def require(is_known):
 
 class Step(typing.NamedTuple):
     """One operation on every row alike. kind: one of the names above. value: the factor (of forms
-    too), None, the vector, (start, stop), the dtype. replay: the operation itself, on real values
+    too), None, the vector, (start, stop), the dtype. compute: the operation itself, on real values
     (..., V)."""
 
     kind: str
     value: object
-    replay: typing.Callable[[torch.Tensor], torch.Tensor]
+    compute: typing.Callable[[torch.Tensor], torch.Tensor]
 
 
 class Source(typing.NamedTuple):
@@ -56,49 +56,59 @@ class Source(typing.NamedTuple):
 
 
 class Rows:
-    """The distributions of rows. known: {key of loss.statistic: values}, one dict for all that are
-    the same. of, select: the Record that the rows were selected from, and how, from (..., n) to
-    (..., n); is_piece: as one of the pieces of all its rows. real: (steps, the real logits, their
-    Memory or None), once made. scaled: {factor: Rows of scaled logits}; parts: {view of the hidden
-    states: its known}."""
+    """What was computed of the rows of some logits, shared by all Records of the same rows: of z
+    and of z.float(), for example. The rows of z[:, :-1] have Rows of their own, whose
+    parent_record is that of z, and whose `select` is x -> x[:, :-1].
 
-    def __init__(self, of=None, select=None, is_piece=False):
-        self.of, self.select, self.is_piece = of, select, is_piece
-        self.known, self.real, self.scaled, self.parts = {}, None, {}, {}
+    statistics: {key: values} as `loss.statistic` computes them, the key being "lse" or another
+    name, or the number of a target; and "targets": [the targets with a number].
+    parent_record, select: the Record that the rows were selected from, or None, and how, from
+    (..., n) to (..., n). is_piece: `select` gives one of the pieces of a split of all its rows.
+    logits_cache: (steps, the real logits, their Memory or None), or None.
+    rows_by_factor: {factor: Rows of the logits times that}.
+    statistics_by_view: {layout of a view of the hidden states: the statistics of its rows}.
+    """
 
-    def found(self, key):
-        """What is known by the key, a name if it may have been selected from other rows."""
-        values = self.known.get(key)
-        if values is None and self.of is not None and isinstance(key, str):
-            values = self.of.rows.found(key)
-            values = None if values is None else self.selected(values)
+    def __init__(self, parent_record=None, select=None, is_piece=False):
+        self.parent_record, self.select, self.is_piece = parent_record, select, is_piece
+        self.statistics, self.logits_cache = {}, None
+        self.rows_by_factor, self.statistics_by_view = {}, {}
+
+    def lookup(self, key):
+        """The statistic by this key, or None; one with a name also as a selection of the parent's.
+        The number of a target means another target there."""
+        values = self.statistics.get(key)
+        if values is None and self.parent_record is not None and isinstance(key, str):
+            values = self.parent_record.rows.lookup(key)
+            values = None if values is None else self.select_values(values)
         return values
 
-    def key_of(self, target):
-        """What tells a target from others, by its values; None while it is traced. On CUDA a second
-        target of a shape waits for the device."""
+    def target_number(self, target):
+        """The number of a target among those of these rows, which are compared by their values;
+        None while torch.compile traces. On CUDA a second target of a shape waits for the device."""
         if is_compiling():
             return None
-        targets = self.known.setdefault("targets", [])
-        for i, one in enumerate(targets):
-            if one.shape == target.shape and _is_same(one, target):
+        targets = self.statistics.setdefault("targets", [])
+        for i, known_target in enumerate(targets):
+            if known_target.shape == target.shape and _is_same(known_target, target):
                 return i
         targets.append(target.clone())
         return len(targets) - 1
 
-    def selected(self, values):
+    def select_values(self, values):
+        """`select` of one value for each row, (...) to (...)."""
         return self.select(values.unsqueeze(-1)).squeeze(-1)
 
-    def unchanged(self, steps, grad):
-        """The real logits by these steps, if they exist and nobody has written to them; grad:
-        whether a gradient has to go through them."""
-        made_by, logits, memory = self.real or (None, None, None)
-        if made_by is not steps:
+    def cached_logits(self, steps, needs_gradient):
+        """The real logits by these steps, if they exist and nobody has written to them.
+        needs_gradient: a gradient has to go through them."""
+        steps_of_cache, logits, memory = self.logits_cache or (None, None, None)
+        if steps_of_cache is not steps:
             return None
         if memory is not None:  # of a value that has no graph of its own
             return None if memory.is_touched else logits
         is_changed = logits.is_inference() or logits._version
-        return None if is_changed or logits.requires_grad < grad else logits
+        return None if is_changed or logits.requires_grad < needs_gradient else logits
 
 
 def _is_same(target, other):
@@ -123,12 +133,16 @@ class Record(typing.NamedTuple):
 
     def then(self, *step, dtype=None, shape=None):
         step = Step(*step)
-        changed = {"dtype": dtype or self.dtype, "shape": shape or self.shape}
+        result = {"dtype": dtype or self.dtype, "shape": shape or self.shape}
         if self.tail or step.kind in FORMS:
-            return self.changed(tail=(*self.tail, step), **changed)
-        rows = self.rows.scaled.setdefault(step.value, Rows()) if step.kind == SCALE else Rows()
-        rows = self.rows if step.kind == CAST else rows
-        return self.changed(steps=(*self.steps, step), rows=rows, **changed)
+            return self.changed(tail=(*self.tail, step), **result)
+        if step.kind == CAST:
+            rows = self.rows
+        elif step.kind == SCALE:
+            rows = self.rows.rows_by_factor.setdefault(step.value, Rows())
+        else:
+            rows = Rows()
+        return self.changed(steps=(*self.steps, step), rows=rows, **result)
 
     def of_rows(self, select, is_piece=False):
         """The record of selected or reshaped rows: every step acts on rows one by one, so the
@@ -137,7 +151,7 @@ class Record(typing.NamedTuple):
         rows, whole, x = Rows(self, select, is_piece), self.sources[0].x, sources[0].x
         if not is_compiling() and torch_private.is_alias(x, whole):
             view = x.storage_offset(), x.shape, x.stride()
-            rows.known = self.rows.parts.setdefault(view, rows.known)
+            rows.statistics = self.rows.statistics_by_view.setdefault(view, rows.statistics)
         return self.changed(sources=sources, shape=(*x.shape[:-1], self.shape[-1]), rows=rows)
 
     def form(self):
@@ -164,9 +178,10 @@ def is_scale(factor, steps):
     return 0 < abs(factor) < math.inf
 
 
-def applied(steps, value):
+def apply_steps(steps, value):
+    """The real result of steps on a real value."""
     for step in steps:
-        value = step.replay(value)
+        value = step.compute(value)
     return value
 
 
@@ -247,7 +262,7 @@ def _product(sources, first_scale, dtype):
     return x.to(dtype), weight.to(dtype), bias, adapter
 
 
-def key_of(record):
+def hashable_steps(record):
     """What `describe` needs, hashable: (number of sources, ((kind, value), ...))."""
     steps = tuple([(kind, None if kind == BIAS else value) for kind, value, _ in record.steps])
     return len(record.sources), steps
@@ -257,9 +272,9 @@ _TEXTS = {SCALE: "scale {:g}", CLASSES: "classes {0[0]} to {0[1]}", CAST: "{}"}
 
 
 @functools.lru_cache(64)
-def describe(key):
+def describe(sources_and_steps):
     """The steps in words, for reports: "scale 0.5, tanh, scale 30"."""
-    sources, steps = key
+    sources, steps = sources_and_steps
     words = [f"sum of {sources} products"] if sources > 1 else []
     words += [_TEXTS.get(kind, kind).format(value) for kind, value in steps]
     return ", ".join(words).replace("torch.", "") or "none"

@@ -11,8 +11,8 @@ from .steps import Unknown, require
 
 def _functions(names):
     """Methods of Tensor, and what reads its properties, as __torch_function__ gets them."""
-    found = [getattr(torch.Tensor, name) for name in names.split()]
-    return {function if callable(function) else function.__get__ for function in found}
+    attributes = [getattr(torch.Tensor, name) for name in names.split()]
+    return {attribute if callable(attribute) else attribute.__get__ for attribute in attributes}
 
 
 # Answered from the shape, dtype and device, while there are no real logits.
@@ -54,7 +54,7 @@ def _proxies(function, result):
     if isinstance(result, TracedNode):
         return proxy_of(result)
     if isinstance(result, tuple) and result and isinstance(result[0], TracedNode):
-        proxies = tuple([proxy_of(one) for one in result])
+        proxies = tuple([proxy_of(node) for node in result])
         return iter(proxies) if function is torch.Tensor.__iter__ else proxies
     return result
 
@@ -97,7 +97,7 @@ def _materialized(value, function):
     """`value` with real Tensors for all that is deferred in it: in lists, tuples, dicts."""
     node = node_of(value)
     if node is not None:
-        return node.make_for(function)
+        return node.materialize_for(function)
     if isinstance(value, dict):
         return {name: _materialized(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):

@@ -52,10 +52,10 @@ class Installation:
         if any(hasattr(original, "flce_original") for original, _ in pairs):
             got = "an earlier install(); call remove() of its handle first"
             refuse(f"flce.integrations.{package}", f"{package} without flce", got, RuntimeError)
-        for distribution, name, parameters, found in known:
-            if parameters != found:
-                got = f"{importlib.metadata.version(distribution)} with {found}"
-                refuse(distribution, f"a version whose {name} takes {parameters}", got, ImportError)
+        for distribution, name, expected, parameters in known:
+            if expected != parameters:
+                got = f"{importlib.metadata.version(distribution)} with {parameters}"
+                refuse(distribution, f"a version whose {name} takes {expected}", got, ImportError)
         self._pairs, self._package, self._classes = tuple(pairs), package, classes
         self.calls = _calls[package] = collections.Counter()
         for original, ours in self._pairs:

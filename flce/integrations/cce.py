@@ -31,12 +31,12 @@ def install():
 
 
 def _linear_cross_entropy(original, names, *args, **options):
-    given = {**dict(zip(names, args, strict=False)), **options}
+    arguments = {**dict(zip(names, args, strict=False)), **options}
     # An argument given twice, too many or an unknown one: the original raises the TypeError.
-    is_valid_call = len(given) == len(args) + len(options) and given.keys() <= set(names)
-    is_distributed = any(given.pop(name, None) is not None for name in _ONLY_THEIRS)
+    is_valid_call = len(arguments) == len(args) + len(options) and arguments.keys() <= set(names)
+    is_distributed = any(arguments.pop(name, None) is not None for name in _ONLY_THEIRS)
     if not is_ours("cce", is_valid_call and not is_distributed):
         return original(*args, **options)
-    if given.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
-        given["filter_eps"] = "auto"
-    return compat.linear_cross_entropy(**given)
+    if arguments.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
+        arguments["filter_eps"] = "auto"
+    return compat.linear_cross_entropy(**arguments)

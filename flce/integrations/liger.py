@@ -48,17 +48,17 @@ class Replacement:
     def known(self):
         """As for Installation: the calls are positional, so the parameters of Liger's must be the
         first ones of ours."""
-        found = parameters_of(getattr(self.original, "forward", self.original.apply))
+        parameters = parameters_of(getattr(self.original, "forward", self.original.apply))
         known = f"{self.names}, at least up to {self.last_required}"
-        if found == self.names[: len(found)] and self.last_required in found:
-            known = found
-        return "liger_kernel", self.original.__name__, known, found
+        if parameters == self.names[: len(parameters)] and self.last_required in parameters:
+            known = parameters
+        return "liger_kernel", self.original.__name__, known, parameters
 
     def apply(self, *args, **options):
         """As `call`; Liger's own runs for devices other than CPU and CUDA too."""
-        given = {**dict(zip(self.names, args, strict=False)), **options}
-        serves = all(given.get(name) is None for name in self.theirs)
-        if not is_ours("liger", serves and given["_input"].device.type in ("cpu", "cuda")):
+        arguments = {**dict(zip(self.names, args, strict=False)), **options}
+        serves = all(arguments.get(name) is None for name in self.theirs)
+        if not is_ours("liger", serves and arguments["_input"].device.type in ("cpu", "cuda")):
             return self.original.apply(*args, **options)
         return self.call(*args, **options)
 

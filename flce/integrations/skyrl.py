@@ -22,7 +22,7 @@ def install():
     module = importlib.import_module(_MODULE)
     served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
     # By functools.partial, because remove() rebinds the globals of this module too.
-    pairs = [(getattr(module, one.__name__), functools.partial(one)) for one in served]
+    pairs = [(getattr(module, f.__name__), functools.partial(f)) for f in served]
     return Installation("skyrl", pairs, known=same_parameters("skyrl", *pairs))
 
 
@@ -42,8 +42,8 @@ def _fused_lm_head_logprob_apply(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # SkyRL sums the weight's gradient in float32 too.
         accum_dtype = torch.float32 if weight.dtype.itemsize == 2 else None
-        made = _made(hidden, weight, target, tp_group, entropy=None, accum_dtype=accum_dtype)
-        return made[0].float()
+        outputs = _logprobs(hidden, weight, target, tp_group, entropy=None, accum_dtype=accum_dtype)
+        return outputs[0].float()
 
 
 @torch.no_grad()
@@ -54,10 +54,10 @@ def _fused_vocab_parallel_entropy_from_hidden(
     (B, S, H), lm_head_weight (V / ranks, H)."""
     any_class = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     options = {"entropy": "detached", "temperature": temperature}
-    return _made(hidden, lm_head_weight, any_class, tp_group, **options)[1].float()
+    return _logprobs(hidden, lm_head_weight, any_class, tp_group, **options)[1].float()
 
 
-def _made(hidden, weight, target, tp_group, **options):
+def _logprobs(hidden, weight, target, tp_group, **options):
     is_ours("skyrl")
     options["vocab_parallel"] = flce.VocabParallel(tp_group, reduce_input_grad=False)
     return flce.linear_logprobs(hidden.to(weight.dtype), weight, target, **options)

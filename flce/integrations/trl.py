@@ -53,8 +53,8 @@ def _log_probs(original, entropy, *args, **options):
     what `outputs` does not name; float32, is_top1 bool. The first is differentiable, the second as
     `install` says. Raises as `flce.linear_cross_entropy`.
     """
-    given = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
-    values = (given[name] for name in _PARAMETERS)
+    arguments = {**_DEFAULTS, **dict(zip(_PARAMETERS, args, strict=False)), **options}
+    values = (arguments[name] for name in _PARAMETERS)
     hidden, weight, bias, targets, temperature, _, softcap, logit_scale, outputs = values
     serves = set(outputs) <= _SERVED and (softcap is None or "mean_logits" not in outputs)
     # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
@@ -66,21 +66,21 @@ def _log_probs(original, entropy, *args, **options):
     is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
     is_logged = softcap is not None and "is_top1" in outputs and not is_traced
     entropy = entropy or ("detached" if is_logged else "differentiable")
-    chosen = {"linear_bias": bias, "softcap": softcap, "logit_scale": logit_scale}
-    chosen |= {"temperature": temperature, "reduction": "none"}
+    flce_options = {"linear_bias": bias, "softcap": softcap, "logit_scale": logit_scale}
+    flce_options |= {"temperature": temperature, "reduction": "none"}
     # TRL sums the weight's gradient in float32 too.
-    chosen["accum_dtype"] = torch.float32 if operand_dtype.itemsize == 2 else None
-    chosen["return_entropy"] = ENTROPIES[entropy if "entropy" in outputs else None]
-    chosen["return_predictions"] = "is_top1" in outputs
-    made = flce.linear_cross_entropy(hidden, weight, targets, **chosen)
-    made = made if isinstance(made, tuple) else flce.LinearCrossEntropyOutput(made)
-    is_top1 = None if made.predictions is None else made.predictions == targets
-    mean, entropies = None, None if made.entropy is None else made.entropy.float()
+    flce_options["accum_dtype"] = torch.float32 if operand_dtype.itemsize == 2 else None
+    flce_options["return_entropy"] = ENTROPIES[entropy if "entropy" in outputs else None]
+    flce_options["return_predictions"] = "is_top1" in outputs
+    result = flce.linear_cross_entropy(hidden, weight, targets, **flce_options)
+    result = result if isinstance(result, tuple) else flce.LinearCrossEntropyOutput(result)
+    is_top1 = None if result.predictions is None else result.predictions == targets
+    mean, entropies = None, None if result.entropy is None else result.entropy.float()
     if "mean_logits" in outputs:
         mean = _mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
     if entropies is not None and entropy == "detached" and not is_traced:
-        entropies = _Logged.apply(entropies, made.loss)
-    return -made.loss.float(), entropies, None, mean, is_top1
+        entropies = _Logged.apply(entropies, result.loss)
+    return -result.loss.float(), entropies, None, mean, is_top1
 
 
 class _Logged(torch.autograd.Function):

@@ -24,8 +24,9 @@ def install(trainer):
     named = vars(trainer).get(_NAME)
     original = getattr(named, "__func__", None)
     ours = functools.partial(_generalized_jsd_loss, original)
-    found, first = parameters_of(original), parameters_of(ours)[:6]
-    known = "trl", f"{trainer.__name__}.{_NAME}", found if found[:6] == first else first, found
+    parameters, required = parameters_of(original), parameters_of(ours)[:6]
+    expected = parameters if parameters[:6] == required else required
+    known = "trl", f"{trainer.__name__}.{_NAME}", expected, parameters
     return Installation("trl_distillation", [(named, staticmethod(ours))], (trainer,), [known])
 
 
@@ -52,8 +53,8 @@ def _generalized_jsd_loss(
                 of_real, scaled, {}, lambda: divergence(*both, name, "sum", labels, weight)
             )
     if not is_ours("trl_distillation", total is not None):
-        given = labels, beta, temperature, reduction
-        return original(student_logits, teacher_logits, *given, **others)
+        arguments = labels, beta, temperature, reduction
+        return original(student_logits, teacher_logits, *arguments, **others)
     if num_items is None and reduction == "batchmean":
         num_items = len(student_logits) if labels is None else (labels != -100).sum().clamp_min(1)
     return total if num_items is None else total / num_items

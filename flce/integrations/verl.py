@@ -52,5 +52,5 @@ def _linear_cross_entropy(
 
 def _logprobs(hidden, weight, target, temperature, shards=None):
     options = {"temperature": temperature, "vocab_parallel": shards}
-    made = flce.linear_logprobs(hidden, in_dtype_of(hidden, weight), target, **options)
-    return tuple(value.float() for value in made)
+    outputs = flce.linear_logprobs(hidden, in_dtype_of(hidden, weight), target, **options)
+    return tuple(value.float() for value in outputs)

@@ -31,13 +31,13 @@ def _forward_kl_topk(
     """As verl's: student_logits (1, tokens of this rank, V), the teacher's nested tensors."""
     from verl.trainer.distillation.fsdp import losses
 
-    given = teacher_topk_log_probs, teacher_topk_ids
+    teacher = teacher_topk_log_probs, teacher_topk_ids
     if not is_ours("verl_distillation", node_of(student_logits) is not None):
-        return original(student_logits, *given, config, data_format)
-    given = [one.values().unsqueeze(0) for one in given]
+        return original(student_logits, *teacher, config, data_format)
+    teacher = [tensor.values().unsqueeze(0) for tensor in teacher]
     if losses.get_ulysses_sequence_parallel_world_size() > 1:
-        given = [losses.slice_input_tensor(one, dim=1) for one in given]
-    log_q, ids = given
+        teacher = [losses.slice_input_tensor(tensor, dim=1) for tensor in teacher]
+    log_q, ids = teacher
     check_shape("teacher_topk_ids", ids, (*student_logits.shape[:-1], ids.shape[-1]))
     wide = torch.promote_types(student_logits.dtype, torch.float32)
     log_p, log_q = student_logits.to(wide).log_softmax(-1).gather(-1, ids), log_q.to(wide)

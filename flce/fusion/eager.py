@@ -1,0 +1,134 @@
+"""The nodes of deferred logits in eager calls: the Operation that computes a value, its layout."""
+
+import typing
+
+import torch
+
+from .. import torch_private
+from . import steps
+from .node import Node, mapped
+
+
+class Memory:
+    """What a value and its views share. is_touched: it was written to, or its address was given to
+    what may write to it: no other value may be computed from it, or instead of it."""
+
+    def __init__(self):
+        self.is_touched = False
+
+
+class Layout(typing.NamedTuple):
+    shape: tuple
+    strides: tuple
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def contiguous(shape, dtype, offset=0):
+        return Layout(shape, contiguous_strides(shape), offset, dtype)
+
+    @staticmethod
+    def of(tensor):
+        return Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def is_contiguous(self):
+        return tuple(self.strides) == contiguous_strides(self.shape)
+
+
+class Operation(typing.NamedTuple):
+    """function(*args, **kwargs), with nodes in place of deferred Tensors. result_index: which of
+    several results; None for the only one."""
+
+    function: typing.Callable
+    args: tuple
+    kwargs: dict
+    result_index: int | None = None
+
+    def run(self, value_of):
+        """The result; value_of: gives the value of a node."""
+
+        def real(argument):
+            return value_of(argument) if isinstance(argument, Node) else argument
+
+        result = self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
+        return result if self.result_index is None else result[self.result_index]
+
+
+class EagerNode(Node):
+    """The Node of an eager call: one value, with the Operation that computes it, None for a head's
+    product. layout_of: the Layout of the real value; meta: a meta tensor of that, if there is one.
+    parent: the node that a view shares its memory with. has_gradient: whether the Tensor requires
+    grad. calls: of the heads that the value comes from."""
+
+    def __init__(self, call, record, layout, operation=None, parent=None):
+        super().__init__(call, record, parent)
+        self.layout_of, self.operation, self.meta = layout, operation, None
+        self.calls, self.has_gradient = (call,), False
+        self.memory = Memory() if parent is None else parent.memory
+
+    def layout(self):
+        """A meta tensor with the layout of the real value."""
+        if self.meta is None:
+            layout = self.layout_of
+            with torch_private.without_dispatch_modes():
+                options = {"dtype": layout.dtype, "device": "meta"}
+                self.meta = torch.empty_strided(layout.shape, layout.strides, **options)
+        return self.meta
+
+    def like(self, device=None, shape=0):
+        with torch_private.without_dispatch_modes():
+            return super().like(device, shape)
+
+    def wants_gradient(self):
+        return self.has_gradient and torch.is_grad_enabled()
+
+    def then(self, record, view=None):
+        return DeferredStep((self,), record, self.call, view)
+
+    def summed(self, other, call, record):
+        return DeferredStep((self, other), record, call)
+
+    def is_read_by_autograd(self):
+        """Whether a backward asks for what its forward has saved: no user reads logits then."""
+        return torch_private.in_backward()
+
+    def materialize(self):
+        """Views share the memory of their parent's value. Without a graph, which is the proxy's."""
+        if self.value is None:
+            with torch.inference_mode(self.call.is_inference), torch.no_grad():
+                if self.parent is None:
+                    self.value = self._compute(uses_cache=True)
+                else:
+                    self.value = self.operation.run(EagerNode.materialize)
+        return self.value
+
+    def recompute(self):
+        if self.value is not None and not self.memory.is_touched:
+            return self.value
+        return self._compute(uses_cache=False)
+
+    def _compute(self, uses_cache):
+        """By the Record, or by the Operation of a value that has none."""
+        if self.record is None:
+            return self.operation.run(EagerNode.recompute)
+        with self.call.entered(False):
+            return self.compute_from_head(uses_cache, self.memory)
+
+
+class DeferredStep(typing.NamedTuple):
+    """What a handler returns for a value that stays deferred, by `EagerNode.then` and `summed`.
+    operands: the nodes that it is computed from; view: of one of several results (`split`), the
+    function that gives it as a view of the only argument."""
+
+    operands: tuple
+    record: steps.Record
+    call: object
+    view: object = None
+
+
+def contiguous_strides(shape):
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
