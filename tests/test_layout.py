@@ -21,7 +21,7 @@ MAY_INCLUDE = {
     "cuda/common": {"."},
     "cuda/rows": {".", "cuda", "cuda/common"},
     "cuda/passes": {"cuda", "cuda/common"},
-    "cuda/gemm": {".", "cuda"},
+    "cuda/gemm": {"cuda"},
     "cuda/samples": {".", "cuda", "cuda/common"},
     "cuda/sm90": {".", "cuda", "cuda/common", "cuda/rows"},
 }
