@@ -23,7 +23,9 @@ MAY_INCLUDE = {
     "cuda/passes": {"cuda", "cuda/common"},
     "cuda/gemm": {"cuda"},
     "cuda/samples": {".", "cuda", "cuda/common"},
-    "cuda/sm90": {".", "cuda", "cuda/common", "cuda/rows"},
+    "cuda/fused": {".", "cuda", "cuda/common", "cuda/rows"},
+    # A folder for each architecture with GEMMs of its own (csrc/architectures.h).
+    "cuda/sm90": {".", "cuda", "cuda/common", "cuda/fused"},
 }
 
 
