@@ -35,7 +35,8 @@ OWN_ARCHS = {"sm90": "90a"}
 # Last on the command line: they win over the flags that Python itself was built with.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
-C_FLAGS += HARDENED
+# A switch over an enum, such as that of the divergences, lacks none of its values.
+C_FLAGS += ["-Werror=switch", *HARDENED]
 # The addresses of other libraries' functions are bound when a library is loaded, then read-only.
 LINK_FLAGS = ["-z,relro", "-z,now"]
 

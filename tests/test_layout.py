@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "cuda": {".", "cuda/common"},
     "cuda/common": {"."},
     "cuda/rows": {".", "cuda", "cuda/common"},
-    "cuda/passes": {"cuda", "cuda/common"},
+    "cuda/passes": {".", "cuda", "cuda/common"},
     "cuda/gemm": {"cuda"},
     "cuda/samples": {".", "cuda", "cuda/common"},
     "cuda/fused": {".", "cuda", "cuda/common", "cuda/rows"},
