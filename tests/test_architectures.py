@@ -50,7 +50,9 @@ def test_each_gemm_has_its_launch(name, gemm):
 def test_its_folder_is_known(name):
     """To nvcc and to the rules of includes. No other folder is of one architecture."""
     pytest.importorskip("setuptools", "77")
-    known = runpy.run_path(str(ROOT / "setup.py"))["OWN_ARCHS"]
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    known = setup["OWN_ARCHS"]
+    assert name in setup["CUDA_ARCHS"]
     folders = {path.name for path in (CSRC / "cuda").glob("sm*") if path.is_dir()}
     assert set(known) == folders
     if (CSRC / f"cuda/sm{name}").exists():
