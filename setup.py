@@ -29,10 +29,14 @@ HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.*h"))
 # Objects of the CUDA sources, for all clones.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flce"
 CUDA_ARCHS = ["80", "86", "89", "90", "100", "120"]
+# Folders of csrc/cuda with instructions of one architecture that no later one has, and its name.
+# csrc/cuda/fused, the other kernels of a fused logits GEMM, is compiled for these alone.
+OWN_ARCHS = {"sm90": "90a"}
 # Last on the command line: they win over the flags that Python itself was built with.
 HARDENED = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
 C_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-lto", "-fPIC", "-fvisibility=hidden", "-Wall"]
-C_FLAGS += HARDENED
+# A switch over an enum, such as that of the divergences, lacks none of its values.
+C_FLAGS += ["-Werror=switch", *HARDENED]
 # The addresses of other libraries' functions are bound when a library is loaded, then read-only.
 LINK_FLAGS = ["-z,relro", "-z,now"]
 
@@ -192,15 +196,16 @@ def cuda_flags(nvcc):
     host = ["-O3", "-Xcompiler", options, f"-I{INCLUDE}"]
     threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
-    # csrc/cuda/sm90 has instructions of one architecture that no later one has.
-    hopper = [*host, "-std=c++17", threads, "-gencode=arch=compute_90a,code=sm_90a"]
+    own = {name: [f"-gencode=arch=compute_{a},code=sm_{a}"] for name, a in OWN_ARCHS.items()}
+    own["fused"] = sum(own.values(), [])
 
     def flags_of(source):
         if source.endswith(".c"):
             return host
         if source == "csrc/cuda/backend.cu":
             return [*device, f"-DFLCE_HEADERS={headers_digest()}"]
-        return hopper if Path(source).parent.name == "sm90" else device
+        folder = Path(source).parent.name
+        return [*host, "-std=c++17", threads, *own[folder]] if folder in own else device
 
     return [flags_of(source) for source in CUDA_SOURCES]
 

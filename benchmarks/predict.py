@@ -89,8 +89,8 @@ TILES = (
     (128, 128, 1.06),
 )
 MOST_SPLITS, SPLIT_BYTES = 3, 32 << 20  # of k; partial results in the GEMM's workspace
-LOGITS_TILE, CLUSTER_ROWS = (128, 192), 256  # csrc/cuda/sm90/fused_logits.cuh
-LEAST_ROWS = 193  # of a chunk, for that kernel (csrc/core/gpu_facts.c)
+LOGITS_TILE, CLUSTER_ROWS = (128, 192), 256  # csrc/architectures.h
+LEAST_ROWS = 193  # of a chunk, for that kernel (csrc/architectures.h)
 
 
 def product(machine, m, n, k, out=ELEMENT):

@@ -10,6 +10,7 @@
 #include "problem.h"
 
 #ifdef __CUDACC__
+#define FLCE_PROPERTY static __host__ __device__ __forceinline__ constexpr
 #define FLCE_TERM               \
   template <typename flce_real> \
   static __device__ __forceinline__
@@ -28,6 +29,7 @@ static __device__ __forceinline__ double flce_log(double x) {
 }
 #define FLCE_IF(condition, value) (value) /* a select takes less than threads that diverge */
 #else
+#define FLCE_PROPERTY static inline
 #define flce_log log
 #define FLCE_IF(condition, value) ((condition) ? (value) : 0.0)
 #define FLCE_TERM static inline __attribute__((always_inline))
@@ -36,6 +38,32 @@ typedef double flce_real;
 #endif
 
 #define FLCE_NEAR 0.25
+
+/* takes_mean and largest of FLCE_DIVERGENCES; `largest` is 1 where there is no divergence. */
+#define FLCE_TAKES_MEAN(NAME, text, takes_mean, largest) \
+  case FLCE_##NAME:                                      \
+    return takes_mean;
+#define FLCE_LARGEST(NAME, text, takes_mean, largest) \
+  case FLCE_##NAME:                                   \
+    return largest;
+FLCE_PROPERTY bool flce_takes_mean(flce_divergence kind) {
+  switch (kind) {
+    FLCE_DIVERGENCES(FLCE_TAKES_MEAN)
+    case FLCE_NO_DIVERGENCE:
+      break;
+  }
+  return false;
+}
+FLCE_PROPERTY double flce_largest_gradient(flce_divergence kind) {
+  switch (kind) {
+    FLCE_DIVERGENCES(FLCE_LARGEST)
+    case FLCE_NO_DIVERGENCE:
+      break;
+  }
+  return 1.0;
+}
+#undef FLCE_TAKES_MEAN
+#undef FLCE_LARGEST
 
 /* What is taken from a row's logits before they are compared with the other side's: of d = (l - l')
  * - (lse - lse') each difference would have the rounding error of an l that is large in one alone.
@@ -141,10 +169,9 @@ FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta,
 }
 
 /* `mean` of dz, the sum of flce_divergence_terms over that of p: p (grad_term / p - mean) nearly
- * cancels in a class whose p is almost 1, where the rounding of p has to be the same in both. The
- * forward KL's p - q is not made from a mean. */
+ * cancels in a class whose p is almost 1, where the rounding of p has to be the same in both. */
 FLCE_TERM flce_real flce_divergence_mean(flce_divergence kind, flce_real sum, flce_real mass) {
-  return kind != FLCE_FORWARD_KL && mass > 0 ? sum / mass : sum;
+  return flce_takes_mean(kind) && mass > 0 ? sum / mass : sum;
 }
 
 /* An upper bound of sum_j |g_j| (divergence_rows, backend.h) from a row's sums. Forward KL:

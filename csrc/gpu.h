@@ -1,9 +1,11 @@
 /* What the plan needs of a GPU that need not be there: its numbers, the facts that follow from
- * them, and the sizes that the kernels of csrc/cuda and these facts share. No CUDA: the CUDA
- * library and the module both compile core/gpu_facts.c. */
+ * them, and the sizes that the kernels of csrc/cuda and these facts share; those of an
+ * architecture's own kernels are in architectures.h. No CUDA: the CUDA library and the module both
+ * compile core/gpu_facts.c. */
 #ifndef FLCE_GPU_H
 #define FLCE_GPU_H
 
+#include "architectures.h"
 #include "backend.h"
 
 #ifdef __cplusplus
@@ -29,10 +31,11 @@ flce_status flce_find_gpu(const char* text, flce_gpu* gpu);
 
 /* The facts of the CUDA backend on that GPU. The scratch of CUB in order_bytes, compact_bytes and
  * sample_bytes is an estimate, because it depends on CUB's version: the CUDA backend replaces these
- * three. `kernel`: FLCE_KERNEL, NULL for "auto": which kernels run on sm90. FLCE_UNSUPPORTED beyond
- * the limits of flce_check_order and of order_samples. */
-flce_status flce_gpu_facts(const flce_gpu* gpu, const char* kernel, const flce_problem* problem,
-                           flce_facts* facts);
+ * three. `architecture`: the GPU's row of architectures.h, NULL for none. `kernel`: FLCE_KERNEL,
+ * NULL for "auto": which of its kernels run. FLCE_UNSUPPORTED beyond the limits of flce_check_order
+ * and of order_samples. */
+flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_architecture* architecture,
+                           const char* kernel, const flce_problem* problem, flce_facts* facts);
 
 /* A backend with facts and no other function, for flce_plan_call. */
 void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend);
@@ -44,16 +47,7 @@ void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend);
 enum { FLCE_PACKED_ROW_FLOATS = 8 };
 
 enum {
-  FLCE_MAX_VOCAB = 1 << 30, /* columns of a row of logits, which kernels count in 32 bits */
-  /* fused_logits (cuda/sm90): tokens and classes of an output tile. A cluster's two tiles share the
-   * tile of W. */
-  FLCE_TILE_ROWS = 128,
-  FLCE_TILE_COLUMNS = 192,
-  FLCE_CLUSTER_ROWS = 2 * FLCE_TILE_ROWS,
-  FLCE_WEIGHT_COLUMNS = 128, /* grad_weight_gemm: elements of H of an output tile */
-  /* grad_weight_gemm: most parts of a class's sum for db, each made by the block of another column
-   * tile. */
-  FLCE_MOST_BIAS_PARTS = 8,
+  FLCE_MAX_VOCAB = 1 << 30,  /* columns of a row of logits, which kernels count in 32 bits */
   FLCE_COLUMN_THREADS = 128, /* column_sum: threads of a block, 16 bytes of a row each */
   FLCE_COUNTED_TOKENS =
       8192, /* order_targets sorts so many without CUB, in 32 KiB of shared memory */
@@ -74,10 +68,11 @@ static inline flce_status flce_check_order(int64_t tokens, int64_t vocab) {
                    INT32_MAX, (long long)tokens, (long long)vocab);
 }
 
-/* facts.bias_parts: rows of the partial sums of grad_weight_gemm. */
-static inline int64_t flce_bias_parts(int64_t hidden) {
-  int64_t tiles = flce_ceil_div(hidden, FLCE_WEIGHT_COLUMNS);
-  return tiles < FLCE_MOST_BIAS_PARTS ? tiles : FLCE_MOST_BIAS_PARTS;
+/* facts.bias_parts: rows of the partial sums of grad_weight_gemm; 0 without that kernel. */
+static inline int64_t flce_bias_parts(const flce_weight_gemm* gemm, int64_t hidden) {
+  if (gemm->tile_columns == 0) return 0;
+  int64_t tiles = flce_ceil_div(hidden, gemm->tile_columns);
+  return tiles < gemm->most_bias_parts ? tiles : gemm->most_bias_parts;
 }
 
 /* column_sum: the number of row ranges that are summed separately. It depends on sizes only, and so

@@ -158,21 +158,34 @@ typedef struct flce_loss {
 
 /* What takes the place of the cross entropy: how far the softmax p of a row's l is from q, that of
  * a teacher's logits. KL(q || p); KL(p || q); with m = beta q + (1 - beta) p,
- * beta KL(q || m) + (1 - beta) KL(p || m). */
-typedef enum flce_divergence {
-  FLCE_NO_DIVERGENCE,
-  FLCE_FORWARD_KL,
-  FLCE_REVERSE_KL,
-  FLCE_JSD
-} flce_divergence;
-/* FLCE_INVALID_ARGUMENT for what is none. Each switch over them has no default: the compiler says
- * which ones lack the next. */
-flce_status flce_check_divergence(flce_divergence kind);
+ * beta KL(q || m) + (1 - beta) KL(p || m).
+ *
+ * X(name here, name in calls, takes_mean, largest). From these rows follow the enum, the range of
+ * its values, Python's names (flce/options.py) and the CUDA kernels. A compiled graph holds the
+ * number of a row: a new one is the last.
+ * takes_mean: p times the derivatives by p has a sum to be taken out of the gradient
+ * (flce_divergence_mean). If not, its sum is 0 but for errors, and one pass makes loss and dz.
+ * largest: a bound of a row's gradient by l, for row factors of 1, from which float16's loss scale
+ * follows. p log(p / q) of the reverse KL has none: where it exceeds this one by four times,
+ * float16 overflows. */
+#define FLCE_DIVERGENCES(X)               \
+  X(FORWARD_KL, "forward_kl", false, 1.0) \
+  X(REVERSE_KL, "reverse_kl", true, 16.0) \
+  X(JSD, "jsd", true, 1.0)
 
-/* A bound of a row's gradient by l, for row factors of 1, from which float16's loss scale follows.
- * p log(p / q) of the reverse KL has none: where it exceeds this one by four times, float16
- * overflows. */
-#define FLCE_GRADIENT_BOUND(problem) ((problem).divergence == FLCE_REVERSE_KL ? 16.0 : 1.0)
+#define FLCE_ENUMERATOR(NAME, ...) , FLCE_##NAME
+/* Each switch over them has no default: the compiler says which ones lack the next. */
+typedef enum flce_divergence {
+  FLCE_NO_DIVERGENCE FLCE_DIVERGENCES(FLCE_ENUMERATOR)
+} flce_divergence;
+#undef FLCE_ENUMERATOR
+
+#define FLCE_ONE_MORE(...) +1
+enum { FLCE_DIVERGENCE_COUNT = FLCE_DIVERGENCES(FLCE_ONE_MORE) }; /* the last one's value */
+#undef FLCE_ONE_MORE
+
+/* FLCE_INVALID_ARGUMENT for what is none. */
+flce_status flce_check_divergence(flce_divergence kind);
 
 /* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
 typedef struct flce_problem {

@@ -228,8 +228,11 @@ def default_memory(device):
 
 LAYOUT = 10  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
-# layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h.
-(*INTEGERS, _), NUMBERS = (names.split() for names in torch.ops.flce.option_names().split("/"))
+# layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h. And FLCE_DIVERGENCES of that file: in
+# the operator's list `teacher` a divergence is its index here, from 1 on.
+(*INTEGERS, _), NUMBERS, DIVERGENCES = (
+    tuple(names.split()) for names in torch.ops.flce.option_names().split("/")
+)
 # From so many chunks on the weight's gradient is summed in float32 by default (csrc/flce.h).
 WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 
@@ -327,8 +330,7 @@ OF_DIVERGENCE += ("valid_bound", "accum_dtype", "save", "max_memory", "gradient"
 OF_DIVERGENCE += ("gradient_seed", "accumulate_into", "vocab_parallel")
 
 
-# Of its operator's list `teacher`; a divergence is its index here, from 1 on (flce_divergence).
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+# Of its operator's list `teacher`.
 TEACHER_NUMBERS = ("divergence", "beta", "hard_weight", "teacher_softcap", "teacher_logit_scale")
 TEACHER_NUMBERS += ("teacher_temperature",)
 

@@ -124,7 +124,7 @@ def faults_of_code(listing, multiplies):
 
 
 def check(source, command, nvdisasm, folder):
-    cubin = str(Path(folder, Path(source).stem + ".cubin"))
+    cubin = str(Path(folder, source.replace(os.sep, "-") + ".cubin"))
     command = [*command, "-Xptxas", "-v", "-cubin", source, "-o", cubin]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     report = plain(run.stderr)

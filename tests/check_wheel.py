@@ -27,7 +27,7 @@ NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": 
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
 SYSTEM |= {"libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
 TORCH = {"libtorch_cpu.so", "libc10.so"}  # those that torch has loaded
-CUDA_EXPORTS = ("backend", "describe", "headers", "peers_begin", "peers_wait", "tuning_table")
+CUDA_EXPORTS = ("backend", "describe", "headers", "peers_begin", "peers_wait")
 EXPORTS = {
     "_C.abi3.so": {"PyInit__C"},
     "libflce_cuda.so": {f"flce_cuda_{name}" for name in CUDA_EXPORTS},

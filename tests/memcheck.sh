@@ -65,7 +65,6 @@ slice 0 tests/test_fused_logits.py "fused and not captured"
 slice 1 tests/test_fused_logits.py "captured"
 slice 0 tests/test_skipped_rows.py "skipped and not ($allocator)"
 slice 1 tests/test_skipped_rows.py "graph or peak"
-slice 0 tests/test_tune.py "tune and not cuda and not ($allocator)"
 slice 1 tests "cuda and ($allocator)"
 slice 1 tests/test_cuda.py "out_of_memory"
 for big in logits grads-16GiB grads-1GiB stats-16GiB; do

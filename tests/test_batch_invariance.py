@@ -17,7 +17,7 @@ import flce
 
 ROWS = ("logprobs", "loss", "lse", "entropy", "predictions")
 EVERY = (*ROWS, "class logits", "dx", "dx of all")
-LEAST_ROWS = 193  # with FLCE_KERNEL=auto the fused kernel needs as many (csrc/core/gpu_facts.c)
+LEAST_ROWS = 193  # with FLCE_KERNEL=auto the fused kernel needs as many (csrc/architectures.h)
 # What every GEMM keeps: a batch of the same shape with the same row passes, and dot products.
 ANY_GEMM = dict.fromkeys(("N", "position", "position and N", "ignored rows"), ("class logits",))
 ANY_GEMM |= dict.fromkeys(("valid_bound", "max_memory", "save"), ("class logits",))

@@ -194,7 +194,7 @@ def test_libraries_export_what_they_should(library):
     names = {
         line.split()[-1] for line in read_elf("nm", "-D", "--defined-only", library).splitlines()
     }
-    exported = ("backend", "describe", "headers", "peers_begin", "peers_wait", "tuning_table")
+    exported = ("backend", "describe", "headers", "peers_begin", "peers_wait")
     cuda = {f"flce_cuda_{name}" for name in exported}
     assert names == (cuda if "cuda" in library.name else {"PyInit__C"})
 

@@ -153,7 +153,7 @@ OF_K_CLASSES = {
     "target, items": lambda x, w: flce.linear_cross_entropy(x, w, (IDS, CHANCES), num_items=7.0),
     "tail": lambda x, w: flce.linear_logprobs_at(x, w, IDS, tail=True).sum(),
 }
-for _kind in ("forward_kl", "reverse_kl", "jsd"):
+for _kind in flce.options.DIVERGENCES:
     OF_K_CLASSES[_kind] = functools.partial(
         flce.linear_divergence, divergence=_kind, teacher_logits=(IDS, CHANCES.log())
     )

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import flce
+from flce.options import DIVERGENCES as KINDS
 
-KINDS = ("forward_kl", "reverse_kl", "jsd")
 DRAWS = int(os.environ.get("FLCE_DRAWS", "120"))  # drawn cases of a device
 
 
@@ -26,14 +26,21 @@ def kl(log_p, log_q):
     return F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(dim=-1)
 
 
-def divergence_of(log_p, log_q, kind, beta=0.5):
-    """The divergence of each row, p the student's, as the literature has it."""
-    if kind == "forward_kl":
-        return kl(log_p, log_q)
-    if kind == "reverse_kl":
-        return kl(log_q, log_p)
+def jsd(log_p, log_q, beta):
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
     return beta * kl(log_m, log_q) + (1 - beta) * kl(log_m, log_p)
+
+
+# Of each row, p the student's, as the literature has it.
+DEFINITIONS = {
+    "forward_kl": lambda log_p, log_q, _: kl(log_p, log_q),
+    "reverse_kl": lambda log_p, log_q, _: kl(log_q, log_p),
+    "jsd": jsd,
+}
+
+
+def divergence_of(log_p, log_q, kind, beta=0.5):
+    return DEFINITIONS[kind](log_p, log_q, beta)
 
 
 def definition(input, linear_weight, teacher_input=None, teacher_weight=None, **options):

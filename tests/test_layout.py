@@ -20,10 +20,12 @@ MAY_INCLUDE = {
     "cuda": {".", "cuda/common"},
     "cuda/common": {"."},
     "cuda/rows": {".", "cuda", "cuda/common"},
-    "cuda/passes": {"cuda", "cuda/common"},
-    "cuda/gemm": {".", "cuda"},
+    "cuda/passes": {".", "cuda", "cuda/common"},
+    "cuda/gemm": {"cuda"},
     "cuda/samples": {".", "cuda", "cuda/common"},
-    "cuda/sm90": {".", "cuda", "cuda/common", "cuda/rows"},
+    "cuda/fused": {".", "cuda", "cuda/common", "cuda/rows"},
+    # A folder for each architecture with GEMMs of its own (csrc/architectures.h).
+    "cuda/sm90": {".", "cuda", "cuda/common", "cuda/fused"},
 }
 
 

@@ -178,8 +178,6 @@ OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = "describe plan option_names cpu_variant cuda_describe gemm_count"
 WITHOUT_TENSORS += " gpu_names find_gpu wide_sum_chunks"
-# Of benchmarks/tune.py: the tensors are scratch memory, a result is a time. Never in a graph.
-WITHOUT_TENSORS += " gemm_record gemm_recorded gemm_candidates gemm_use gemm_time"
 # Called by the operators themselves, by all ranks of a group: test_vocab_*.py.
 WITHOUT_TENSORS += " comm_all_gather comm_all_to_all comm_wait comm_send_buffer comm_abandon"
 WITHOUT_TENSORS += " comm_error"

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flce
+from flce.options import DIVERGENCES
 
 DRAWS = int(os.environ.get("FLCE_DRAWS", "60"))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -28,9 +29,7 @@ FORMS = [
     "loss_at_tail",
     "top",
     "top_tail",
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
+    *DIVERGENCES,
 ]
 
 
@@ -159,17 +158,19 @@ class Near:
         used = ~(log_p.isneginf() | log_q.isneginf())
         log_p, log_q = (one.masked_fill(~used, -1e3) for one in (log_p, log_q))
         kl = lambda a, b: (a.exp() * (a - b)).masked_fill(~used, 0.0).sum()  # noqa: E731
-        if self.form != "jsd":
-            return kl(log_q, log_p) if self.form == "forward_kl" else kl(log_p, log_q)
         log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
-        return 0.5 * (kl(log_q, log_m) + kl(log_p, log_m))
+        return {
+            "forward_kl": lambda: kl(log_q, log_p),
+            "reverse_kl": lambda: kl(log_p, log_q),
+            "jsd": lambda: 0.5 * (kl(log_q, log_m) + kl(log_p, log_m)),
+        }[self.form]()
 
     def loss(self, x, w):
         form, options, q = self.form, self.options, None
         if form == "sparse":
             target = self.ids, self.q
             return flce.linear_cross_entropy(x, w, target, reduction="sum", **options)
-        if form in ("forward_kl", "reverse_kl", "jsd"):
+        if form in DIVERGENCES:
             options = {"divergence": form, "tail": self.divergence_tail, **options}
             teacher = self.ids, self.log_q
             return flce.linear_divergence(x, w, teacher_logits=teacher, reduction="sum", **options)

@@ -3,6 +3,7 @@ holds NaN until it is written."""
 
 import functools
 import itertools
+import math
 
 import cases
 import pytest
@@ -102,6 +103,32 @@ def test_large_products_of_ragged_sizes(cuda, monkeypatch, sizes, dtype, kernel,
         for name in ("input", "linear_weight"):
             error = cases.relative_error(results[name], truth[name])
             assert error <= bar, f"{save} {budget} {name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("of", ["logits", "grad_input", "grad_weight"])
+@pytest.mark.parametrize("k", [1025, 4097, 4098, 6145, 8193, 11528, 12290, 57608])
+def test_the_last_products_are_summed(cuda, monkeypatch, dtype, of, k):
+    """cuBLASLt's split-K leaves out products after the last whole tile for such k. Only the last
+    63 of the k products are not 0."""
+    monkeypatch.setenv("FLCE_KERNEL", "gemm")
+    rows, hidden, vocab = {"logits": (16, k, 512), "grad_input": (16, 512, k)}.get(of, (k, 8, 64))
+    x = torch.zeros(rows, hidden, dtype=dtype, device=cuda)
+    w = torch.zeros(vocab, hidden, dtype=dtype, device=cuda)
+    if of == "logits":
+        x[:, k - 63 :], w[:] = 1.0, 1.0
+    else:
+        (w if of == "grad_input" else x)[k - 63 :] = 1.0
+    x, w = x.requires_grad_(), w.requires_grad_()
+    target = torch.zeros(rows, dtype=torch.int64, device=cuda)
+    made = flce.linear_cross_entropy(x, w, target, reduction="sum", return_lse=True)
+    gradient = torch.autograd.grad(made.loss, w if of == "grad_weight" else x)[0]
+    got, truth = {
+        "logits": (made.lse, 63 + math.log(vocab)),
+        "grad_input": (gradient, 63 / vocab),
+        "grad_weight": (gradient[1:], 63 / vocab),
+    }[of]
+    assert ((got.double() - truth).abs() <= 8e-3 * truth).all()
 
 
 @pytest.mark.parametrize("attribute", ["grad", "main_grad"])

@@ -284,9 +284,9 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
 
 /* `number`: one of flce_divergence. */
 flce_divergence divergence_of(double number) {
-  for (flce_divergence kind : {FLCE_FORWARD_KL, FLCE_REVERSE_KL, FLCE_JSD})
-    if (number == kind) return kind;
-  refuse("divergence", "1, 2 or 3", std::to_string(number));
+  for (int kind = 1; kind <= FLCE_DIVERGENCE_COUNT; kind++)
+    if (number == kind) return static_cast<flce_divergence>(kind);
+  refuse("divergence", "1 to " + std::to_string(FLCE_DIVERGENCE_COUNT), std::to_string(number));
 }
 
 }  // namespace

@@ -67,14 +67,13 @@ CudaLibrary::CudaLibrary() {
   }
   open = reinterpret_cast<flce_cuda_backend_fn>(dlsym(library, "flce_cuda_backend"));
   describe = reinterpret_cast<flce_cuda_describe_fn>(dlsym(library, "flce_cuda_describe"));
-  tuning = reinterpret_cast<flce_cuda_tuning_fn>(dlsym(library, "flce_cuda_tuning_table"));
   peers_begin = reinterpret_cast<flce_cuda_peers_begin_fn>(dlsym(library, "flce_cuda_peers_begin"));
   peers_wait = reinterpret_cast<flce_cuda_peers_wait_fn>(dlsym(library, "flce_cuda_peers_wait"));
   void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   void* stream = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
   current_stream = reinterpret_cast<AOTITorchError (*)(int32_t, void**)>(stream);
   auto headers = reinterpret_cast<flce_cuda_headers_fn>(dlsym(library, "flce_cuda_headers"));
-  if (!open || !describe || !tuning || !peers_begin || !peers_wait || !headers)
+  if (!open || !describe || !peers_begin || !peers_wait || !headers)
     error = "it lacks a function of this version of flce";
   else if (headers() != FLCE_HEADERS)
     error = "it was built from other sources than " + module;

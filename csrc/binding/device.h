@@ -13,7 +13,6 @@
 #include "backend.h"
 #include "binding/errors.h"
 #include "peers.h"
-#include "tuning.h"
 
 namespace flce {
 
@@ -21,12 +20,11 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 /* libflce_cuda.so, in the directory of this module. It is loaded when the first CUDA tensor
- * arrives, or when there are tuned algorithms to pass to it. */
+ * arrives. */
 struct CudaLibrary {
   std::string path, error;
   flce_cuda_backend_fn open = nullptr;
   flce_cuda_describe_fn describe = nullptr;
-  flce_cuda_tuning_fn tuning = nullptr;
   flce_cuda_peers_begin_fn peers_begin = nullptr;
   flce_cuda_peers_wait_fn peers_wait = nullptr;
   AOTITorchError (*current_stream)(int32_t, void**) = nullptr;

@@ -98,6 +98,10 @@ std::string option_names() {
   for (const char* name : kIntegerNames) names += std::string(name) + " ";
   names += "/";
   for (const char* name : kNumberNames) names += std::string(" ") + name;
+  names += "/";
+#define FLCE_TEXT(NAME, text, ...) names += " " text;
+  FLCE_DIVERGENCES(FLCE_TEXT)
+#undef FLCE_TEXT
   return names;
 }
 

@@ -1,6 +1,6 @@
 /* flce_gpu_facts: the facts of the CUDA backend from a GPU's numbers, without CUDA. They decide
- * where the sm_90a kernels are used, by sizes, dtypes, capability, FLCE_KERNEL and measured limits.
- */
+ * where an architecture's own GEMMs are used, by sizes, dtypes, its row of architectures.h,
+ * FLCE_KERNEL and measured limits. */
 #include "gpu.h"
 #include "loss.h"
 
@@ -11,7 +11,7 @@ static int64_t most_of(int64_t a, int64_t b) {
   return a > b ? a : b;
 }
 
-/* ---- sm_90a ---- */
+/* ---- an architecture's own GEMMs ---- */
 
 /* Upper bound of the arrays [tiles of V][rows] that fused_scratch_of lays out. */
 static int64_t number_count(const flce_problem* p) {
@@ -23,13 +23,14 @@ static int64_t number_count(const flce_problem* p) {
 /* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], the
  * PackedRow of a divergence, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a
  * row. */
-static int64_t scratch_row_bytes(const flce_problem* p) {
-  return 4 * (number_count(p) * flce_ceil_div(p->vocab, FLCE_TILE_COLUMNS) + 8 +
+static int64_t scratch_row_bytes(const flce_logits_gemm* gemm, const flce_problem* p) {
+  return 4 * (number_count(p) * flce_ceil_div(p->vocab, gemm->tile_columns) + 8 +
               (p->teacher ? FLCE_PACKED_ROW_FLOATS : 0));
 }
 
 /* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row
- * passes. "fused": the sm_90a kernels wherever they work, also where others are faster. */
+ * passes. "fused": the architecture's own kernels wherever they work, also where others are faster.
+ */
 typedef enum kernel_choice { AUTO_KERNEL, GEMM_KERNEL, FUSED_KERNEL } kernel_choice;
 
 static flce_status read_choice(const char* text, kernel_choice* choice) {
@@ -41,7 +42,7 @@ static flce_status read_choice(const char* text, kernel_choice* choice) {
 }
 
 /* Depends on dtypes and sizes alone, so that a forward and its backward agree. */
-static bool suits_sm90(const flce_problem* p) {
+static bool suits_own_gemms(const flce_problem* p) {
   return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= FLCE_MAX_VOCAB &&
          p->tokens <= INT32_MAX / 2;
 }
@@ -55,17 +56,6 @@ static bool is_worth_finding_rows(const flce_problem* p) {
   return !p->has_probabilities && p->vocab >= kLeastVocab &&
          (double)p->tokens * (double)p->vocab >= kLeast;
 }
-
-/* Least H at which the fused GEMM also serves where z has to be written. With a smaller k its
- * mainloop is too short to hide the stores of z and the sums of the epilogue. Speed of a cuBLASLt
- * GEMM and a row pass relative to it: 1.06x at H = 768, 1.00x at 1024, 0.95x at 2048. */
-static const int64_t kLeastHidden = 1024;
-
-/* Least rows: a cluster always computes 256. Time of a step (H = 4096, V = 128256) over its three
- * bare GEMMs, with this kernel and with cuBLASLt and a row pass: 64 rows 1.34x and 1.08x, 128 rows
- * 1.23x and 1.09x, 192 rows 1.06x and 1.04x, 256 rows 1.05x and 1.08x (benchmarks/NOTES.md,
- * 2026-11-22). */
-static const int64_t kLeastRows = 193;
 
 /* Whether l is a positive factor times z and nothing but the loss is computed of it. */
 static bool has_scaled_logits(const flce_problem* p) {
@@ -90,32 +80,33 @@ static bool suits_scaled_rows(const flce_problem* p) {
 
 /* Whether the fused kernels run both logits GEMMs of a divergence and pack the logits. Ranks of a
  * sharded vocabulary exchange the statistics of both first. */
-static bool suits_packing(const flce_problem* p, bool always) {
+static bool suits_packing(const flce_logits_gemm* gemm, const flce_problem* p, bool always) {
   const flce_problem* t = p->teacher;
   return t && !t->gives_logits && !flce_is_sharded(p) && suits_scaled_rows(p) &&
-         suits_scaled_rows(t) && suits_sm90(t) && suits_fused_gemm(t) &&
-         (always || t->hidden >= kLeastHidden);
+         suits_scaled_rows(t) && suits_own_gemms(t) && suits_fused_gemm(t) &&
+         (always || t->hidden >= gemm->least_hidden);
 }
 
-/* Sets the facts of the sm_90a kernels, fused_*, skips_rows, bias_parts. They are 0 or false where
- * the compute capability, FLCE_KERNEL or the problem rules the kernels out; skips_rows does not
- * depend on FLCE_KERNEL. */
-static flce_status sm90_facts(int64_t capability, const char* kernel, const flce_problem* p,
-                              flce_facts* facts) {
+/* Sets the facts of the architecture's own GEMMs, fused_*, skips_rows, bias_parts. They are 0 or
+ * false where it has none, or FLCE_KERNEL or the problem rules them out; skips_rows does not depend
+ * on FLCE_KERNEL. */
+static flce_status own_gemm_facts(const flce_architecture* a, const char* kernel,
+                                  const flce_problem* p, flce_facts* facts) {
   facts->fused_row_bytes = facts->fused_tile_rows = facts->bias_parts = 0;
   facts->skips_rows = facts->fused_writes_z = facts->fused_packs = false;
   kernel_choice choice;
   FLCE_TRY(read_choice(kernel, &choice));
-  if (capability != 90 || !suits_sm90(p)) return FLCE_OK;
+  if (!a || !suits_own_gemms(p)) return FLCE_OK;
   const bool is_bf16 = p->dtype == FLCE_BF16, always = choice == FUSED_KERNEL;
-  facts->skips_rows = is_bf16 && is_worth_finding_rows(p);
+  facts->skips_rows = a->skips_rows && is_bf16 && is_worth_finding_rows(p);
   if (choice == GEMM_KERNEL) return FLCE_OK;
-  if (is_bf16 && !p->weight_unaligned) facts->bias_parts = flce_bias_parts(p->hidden);
-  if (suits_fused_gemm(p) && (always || p->rows >= kLeastRows)) {
-    facts->fused_row_bytes = scratch_row_bytes(p);
-    facts->fused_tile_rows = FLCE_CLUSTER_ROWS;
-    facts->fused_writes_z = always || p->hidden >= kLeastHidden;
-    facts->fused_packs = facts->fused_writes_z && suits_packing(p, always);
+  if (is_bf16 && !p->weight_unaligned) facts->bias_parts = flce_bias_parts(&a->weight, p->hidden);
+  const flce_logits_gemm* gemm = &a->logits;
+  if (gemm->tile_columns > 0 && suits_fused_gemm(p) && (always || p->rows >= gemm->least_rows)) {
+    facts->fused_row_bytes = scratch_row_bytes(gemm, p);
+    facts->fused_tile_rows = gemm->cluster_rows;
+    facts->fused_writes_z = always || p->hidden >= gemm->least_hidden;
+    facts->fused_packs = facts->fused_writes_z && suits_packing(gemm, p, always);
   }
   return FLCE_OK;
 }
@@ -189,8 +180,8 @@ static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   return problem;
 }
 
-flce_status flce_gpu_facts(const flce_gpu* gpu, const char* kernel, const flce_problem* given,
-                           flce_facts* facts) {
+flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_architecture* architecture,
+                           const char* kernel, const flce_problem* given, flce_facts* facts) {
   flce_facts_of_type(false, given->dtype, facts);
   const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
   facts->multiprocessors = gpu->multiprocessors;
@@ -200,7 +191,7 @@ flce_status flce_gpu_facts(const flce_gpu* gpu, const char* kernel, const flce_p
   FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
   facts->order_bytes = order_bytes(problem->tokens);
   if (flce_is_sampled(problem)) FLCE_TRY(sample_bytes(problem, &facts->sample_bytes));
-  FLCE_TRY(sm90_facts(gpu->capability, kernel, problem, facts));
+  FLCE_TRY(own_gemm_facts(architecture, kernel, problem, facts));
   /* Rows may be gathered. */
   if (problem->rows < problem->tokens || facts->skips_rows || problem->gathers)
     facts->compact_bytes = flce_index_bytes(problem->tokens) + select_scratch(problem->tokens);

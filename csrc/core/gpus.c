@@ -53,7 +53,9 @@ flce_status flce_find_gpu(const char* text, flce_gpu* gpu) {
 }
 
 static flce_status facts_of_gpu(void* self, const flce_problem* problem, flce_facts* facts) {
-  return flce_gpu_facts(self, flce_variable_text(FLCE_VARIABLE_KERNEL), problem, facts);
+  const flce_gpu* gpu = self;
+  return flce_gpu_facts(gpu, flce_architecture_of(gpu->capability),
+                        flce_variable_text(FLCE_VARIABLE_KERNEL), problem, facts);
 }
 
 void flce_gpu_backend(flce_gpu* gpu, flce_backend* backend) {

@@ -91,14 +91,8 @@ const char* flce_save_name(flce_save save) {
 }
 
 flce_status flce_check_divergence(flce_divergence kind) {
-  switch (kind) {
-    case FLCE_FORWARD_KL:
-    case FLCE_REVERSE_KL:
-    case FLCE_JSD:
-      return FLCE_OK;
-    case FLCE_NO_DIVERGENCE:
-      break;
-  }
+  int value = (int)kind;
+  if (value > FLCE_NO_DIVERGENCE && value <= FLCE_DIVERGENCE_COUNT) return FLCE_OK;
   return flce_fail(FLCE_INVALID_ARGUMENT, "divergence: expected one of flce_divergence, got %d",
-                   (int)kind);
+                   value);
 }

@@ -2,6 +2,7 @@
  * class weights and row factors, and checks the targets. */
 #include "cpu/convert.h"
 #include "cpu/cpu.h"
+#include "divergence.h"
 
 #include <math.h>
 
@@ -83,9 +84,9 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
     inverse = sums.valid == 0 ? 0.0 : 1.0 / sums.target_weight;
     if (sums.valid > 0) z_factor = sums.target_weight / (double)sums.valid;
   }
-  double largest = sums.largest_class_weight * sums.largest_token_factor *
-                   fabs(problem->loss.logit_scale) *
-                   (1.0 + 128.0 * problem->loss.z_loss * z_factor) * FLCE_GRADIENT_BOUND(*problem);
+  double largest =
+      sums.largest_class_weight * sums.largest_token_factor * fabs(problem->loss.logit_scale) *
+      (1.0 + 128.0 * problem->loss.z_loss * z_factor) * flce_largest_gradient(problem->divergence);
   void* scalars = tensors->scalars;
   flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)sums.valid);
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);

@@ -7,20 +7,27 @@
 
 /* ---- facts ---- */
 
+flce_status cuda_capability(int device, int64_t* capability) {
+  int major, minor;
+  FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+                      "compute capability"));
+  FLCE_TRY(check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device),
+                      "compute capability"));
+  *capability = 10 * major + minor;
+  return FLCE_OK;
+}
+
 flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* facts) {
   const flce_cuda* cuda = (const flce_cuda*)self;
-  int major, minor, multiprocessors;
-  FLCE_TRY(check_cuda(
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, cuda->device), "facts"));
-  FLCE_TRY(check_cuda(
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, cuda->device), "facts"));
+  flce_gpu gpu = {};
+  int multiprocessors;
+  FLCE_TRY(cuda_capability(cuda->device, &gpu.capability));
   FLCE_TRY(check_cuda(
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, cuda->device),
       "facts"));
-  flce_gpu gpu = {};
-  gpu.capability = 10 * major + minor;
   gpu.multiprocessors = multiprocessors;
-  FLCE_TRY(flce_gpu_facts(&gpu, cuda->kernel, problem, facts));
+  FLCE_TRY(
+      flce_gpu_facts(&gpu, flce_architecture_of(gpu.capability), cuda->kernel, problem, facts));
   /* With CUB's own sizes of its scratch in place of estimates. */
   if (facts->sample_bytes > 0) {
     FLCE_TRY(cuda_sample_bytes(problem, &facts->sample_bytes));

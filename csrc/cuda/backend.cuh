@@ -16,6 +16,9 @@ FLCE_BACKEND_FUNCTIONS(FLCE_DECLARE)
 FLCE_FUSED_FUNCTIONS(FLCE_DECLARE)
 #undef FLCE_DECLARE
 
+/* backend.cu: 90 for 9.0. */
+flce_status cuda_capability(int device, int64_t* capability);
+
 /* gemm/cublaslt.cu: cuBLASLt's version number, 0 if it cannot be loaded. */
 size_t cuda_gemm_version(void);
 

@@ -24,11 +24,17 @@ def _kl(log_q, log_p):
     return (q * (log_q - log_p).masked_fill(q == 0.0, 0.0)).sum(-1)
 
 
-def _divergence_of(log_p, log_q, divergence, beta):
-    if divergence != "jsd":
-        return _kl(log_q, log_p) if divergence == "forward_kl" else _kl(log_p, log_q)
+def _jsd(log_p, log_q, beta):
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
     return beta * _kl(log_q, log_m) + (1.0 - beta) * _kl(log_p, log_m)
+
+
+# Each of options.DIVERGENCES, of the student's log_p and the teacher's log_q.
+DEFINITIONS = {
+    "forward_kl": lambda log_p, log_q, _: _kl(log_q, log_p),
+    "reverse_kl": lambda log_p, log_q, _: _kl(log_p, log_q),
+    "jsd": _jsd,
+}
 
 
 def _check(input, ids, logprobs):
@@ -72,4 +78,4 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     log_p, log_q = (log_r.masked_fill(none, _NOTHING) for log_r in (log_p, log_q))
     if not has_tail:
         log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
-    return rows.reduced(_divergence_of(log_p, log_q, divergence, beta), ignored)
+    return rows.reduced(DEFINITIONS[divergence](log_p, log_q, beta), ignored)

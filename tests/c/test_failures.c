@@ -385,7 +385,7 @@ static void test_divergences(bool draws) {
       teacher.loss.logit_scale = 0.5;
       teacher.reduction = FLCE_SUM, teacher.save = FLCE_SAVE_NOTHING;
       teacher.want_grad_input = teacher.want_grad_weight = teacher.want_grad_bias = false;
-      p->divergence = (flce_divergence)(FLCE_FORWARD_KL + way % 3);
+      p->divergence = (flce_divergence)(1 + way % FLCE_DIVERGENCE_COUNT);
       p->beta = 0.3, p->hard_weight = way & 1 ? 0.25 : 0.0;
       p->teacher = &teacher;
       test_step(&s, way & 2);

@@ -79,7 +79,7 @@ static bool add_teacher(flce_problem* p, flce_problem* teacher) {
   p->has_class_weight = p->has_probabilities = p->wants_entropy = p->entropy_gradient = false;
   p->wants_predictions = p->wants_statistics = p->adds_grad_weight = p->accumulates = false;
   p->topk = p->row_classes = 0;
-  p->divergence = (flce_divergence)one_of(FLCE_FORWARD_KL, FLCE_JSD);
+  p->divergence = (flce_divergence)one_of(1, FLCE_DIVERGENCE_COUNT);
   p->beta = 0.5;
   *teacher = *p;
   teacher->save = FLCE_SAVE_NOTHING;

@@ -273,7 +273,7 @@ static void test_divergences(void) {
     setting s = make_setting(FLCE_F64, k % 4 < 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_NOTHING);
     flce_problem *p = &s.problem, teacher;
     p->has_bias = p->want_grad_bias = false;
-    p->divergence = (flce_divergence)(FLCE_FORWARD_KL + k / 4 % 3), p->beta = 0.3;
+    p->divergence = (flce_divergence)(1 + k / 4 % FLCE_DIVERGENCE_COUNT), p->beta = 0.3;
     p->hard_weight = k % 3 ? 0.0 : 0.25;
     if (k % 4 == 2) p->reduction = FLCE_NONE;
     if (k % 4 > 1) p->want_grad_input = p->want_grad_weight = false;

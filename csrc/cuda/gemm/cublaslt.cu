@@ -57,9 +57,6 @@ static flce_status fill_device(int index, gemm_device* device) {
   cudaDeviceProp facts;
   FLCE_TRY(check_cuda(cudaGetDeviceProperties(&facts, index), "the device of a product"));
   device->sm = 10 * facts.major + facts.minor;
-  memset(device->gpu, 0, sizeof(device->gpu));
-  strncpy(device->gpu, facts.name, sizeof(device->gpu) - 1);
-  device->library_version = (int64_t)device->lt.version();
   const cublasStatus_t status = device->lt.create(&device->handle);
   if (status == CUBLAS_STATUS_SUCCESS) return FLCE_OK;
   cudaGetLastError();

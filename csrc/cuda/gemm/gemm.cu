@@ -18,26 +18,19 @@ typedef struct prepared_gemm {
   bool known;                /* algo came from the cache */
   cublasLtMatmulAlgo_t algo; /* valid if known, or after choose_algorithm */
   gemm_descriptors d;        /* {} if none were cached */
-  int64_t generation;        /* g_generation when take() was called */
 } prepared_gemm;
 
-enum { kSlots = 1024, kProbes = 4, kMaxAlignment = 256, kRecorded = 256 };
+enum { kSlots = 1024, kProbes = 4, kMaxAlignment = 256 };
 
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the five variables below */
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards g_slots */
 static gemm_slot g_slots[kSlots];
-static int64_t g_generation; /* incremented when the cache is cleared */
-static bool g_recording;
-static gemm_key g_recorded[kRecorded];
-static int g_recorded_count;
 
 static bool equal(const gemm_key* a, const gemm_key* b) {
   return memcmp(a, b, sizeof(*a)) == 0;
 }
 
-/* ---- slots: callers hold g_lock ---- */
-
 /* The slot of the key, else a free one, else one to evict. Eviction only costs another call of the
- * heuristic. */
+ * heuristic. The caller holds g_lock. */
 static gemm_slot* slot_of(const gemm_key* key) {
   int64_t numbers[kKeyNumbers];
   memcpy(numbers, key, sizeof(numbers));
@@ -55,21 +48,10 @@ static gemm_slot* slot_of(const gemm_key* key) {
   return first_free ? first_free : &g_slots[hash % kSlots];
 }
 
-static void record(const gemm_key* key) {
-  for (int i = 0; i < g_recorded_count; i++) {
-    if (equal(&g_recorded[i], key)) return;
-  }
-  if (g_recorded_count < kRecorded) g_recorded[g_recorded_count++] = *key;
-}
-
-/* ---- the cache, with g_lock taken here ---- */
-
 /* Moves the descriptors from the slot to the call, because launch_gemm sets the bias address in
  * them: two threads must not share them. A second thread finds none and makes its own. */
 static void take(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_lock(&g_lock);
-  if (g_recording && !key->factors) record(key);
-  p->generation = g_generation;
   gemm_slot* slot = slot_of(key);
   p->known = slot->used && equal(&slot->key, key);
   if (p->known) {
@@ -82,13 +64,13 @@ static void take(const gemm_key* key, prepared_gemm* p) {
 
 /* Moves the call's algorithm and descriptors to the slot. Leaves in p->d what the caller has to
  * destroy: nothing, the descriptors of an evicted entry, or the call's own, if another thread has
- * filled the slot meanwhile or the cache was cleared. */
+ * filled the slot meanwhile. */
 static void give_back(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_lock(&g_lock);
   gemm_slot* slot = slot_of(key);
   const bool own = slot->used && equal(&slot->key, key);
   const bool taken = own && slot->d.product; /* another thread has given descriptors back */
-  if (p->generation == g_generation && !taken) {
+  if (!taken) {
     const gemm_descriptors lost = slot->d;
     slot->used = true;
     slot->key = *key;
@@ -99,29 +81,6 @@ static void give_back(const gemm_key* key, prepared_gemm* p) {
   pthread_mutex_unlock(&g_lock);
 }
 
-void forget_gemm_slots(void) {
-  pthread_mutex_lock(&g_lock);
-  g_generation++;
-  for (int i = 0; i < kSlots; i++)
-    g_slots[i].used = false; /* its descriptors are destroyed when it is reused */
-  pthread_mutex_unlock(&g_lock);
-}
-
-void record_gemms(bool on) {
-  pthread_mutex_lock(&g_lock);
-  g_recording = on;
-  if (on) g_recorded_count = 0;
-  pthread_mutex_unlock(&g_lock);
-}
-
-int recorded_gemms(gemm_key* keys, int size) {
-  pthread_mutex_lock(&g_lock);
-  const int count = g_recorded_count;
-  memcpy(keys, g_recorded, (size_t)min_of(count, size) * sizeof(*keys));
-  pthread_mutex_unlock(&g_lock);
-  return count;
-}
-
 /* ---- a GEMM ---- */
 
 static int64_t alignment_of(const void* p) {
@@ -129,7 +88,7 @@ static int64_t alignment_of(const void* p) {
   return lowest == 0 || lowest > kMaxAlignment ? kMaxAlignment : (int64_t)lowest;
 }
 
-gemm_key gemm_key_of(const flce_cuda* cuda, const flce_gemm* g, int64_t workspace_bytes) {
+static gemm_key gemm_key_of(const flce_cuda* cuda, const flce_gemm* g, int64_t workspace_bytes) {
   gemm_key key;
   key.m = g->m;
   key.n = g->n;
@@ -155,7 +114,7 @@ gemm_key gemm_key_of(const flce_cuda* cuda, const flce_gemm* g, int64_t workspac
   return key;
 }
 
-flce_status gemm_refused(const gemm_key* key, const char* call, cublasStatus_t status) {
+static flce_status gemm_refused(const gemm_key* key, const char* call, cublasStatus_t status) {
   cudaGetLastError();
   return flce_fail(
       FLCE_GEMM_FAILED, "%s: status %d for [%lld,%lld] = [%lld,%lld] x [%lld,%lld], %s to %s", call,
@@ -164,9 +123,12 @@ flce_status gemm_refused(const gemm_key* key, const char* call, cublasStatus_t s
       flce_dtype_name((flce_dtype)key->c_dtype));
 }
 
-cublasStatus_t launch_gemm(const gemm_device* device, const flce_cuda* cuda, const flce_gemm* g,
-                           const gemm_descriptors* d, const cublasLtMatmulAlgo_t* algo,
-                           void* workspace, int64_t workspace_bytes) {
+/* Queues the GEMM. No other thread may use the descriptors meanwhile, because the bias address is
+ * set in them. */
+static cublasStatus_t launch_gemm(const gemm_device* device, const flce_cuda* cuda,
+                                  const flce_gemm* g, const gemm_descriptors* d,
+                                  const cublasLtMatmulAlgo_t* algo, void* workspace,
+                                  int64_t workspace_bytes) {
   const lt_functions* lt = &device->lt;
   const double alpha_f64 = ldexp(1, g->shift), beta_f64 = g->beta;
   const float alpha_f32 = (float)alpha_f64, beta_f32 = (float)beta_f64;
@@ -185,14 +147,6 @@ cublasStatus_t launch_gemm(const gemm_device* device, const flce_cuda* cuda, con
   return lt->matmul(device->handle, d->product, alpha, g->b, d->first, g->a, d->second, beta, g->c,
                     d->result, g->c, d->result, algo, workspace, (size_t)workspace_bytes,
                     (cudaStream_t)cuda->stream);
-}
-
-static cublasStatus_t choose_algorithm(const gemm_device* device, const gemm_key* key,
-                                       prepared_gemm* p) {
-  gemm_candidates found;
-  const cublasStatus_t status = list_candidates(device, key, &p->d, &found);
-  if (status == CUBLAS_STATUS_SUCCESS) p->algo = found.list[choice(device, key, &found)].algo;
-  return status;
 }
 
 static flce_status check_types(const flce_gemm* g) {
@@ -221,7 +175,7 @@ static flce_status run_gemm(const flce_cuda* cuda, const flce_gemm* g, void* wor
   if (!p.d.product) status = make_descriptors(device, &key, &p.d);
   if (status == CUBLAS_STATUS_SUCCESS && !p.known) {
     call = "cublasLtMatmulAlgoGetHeuristic";
-    status = choose_algorithm(device, &key, &p);
+    status = choose_algorithm(device, &key, &p.d, &p.algo);
   }
   if (status == CUBLAS_STATUS_SUCCESS) {
     call = "cublasLtMatmul";

@@ -1,12 +1,27 @@
 /* The choice of a GEMM's algorithm among the candidates of cuBLASLt's heuristic. In order: the
- * tuned table (benchmarks/tune.py), the shipped rules, the heuristic's first candidate. Nothing is
- * timed in a call, and the choice is the same in every process. */
+ * rules below, the heuristic's first candidate. Nothing is timed in a call, and the choice is the
+ * same in every process. */
 #include "cuda/gemm/gemm.cuh"
 
-#include <pthread.h>
-#include <stdlib.h>
+enum { kCandidates = 16 };
 
-/* ---- shipped rules ---- */
+/* What rules and exclusions read of an algorithm's configuration. */
+typedef struct gemm_algorithm {
+  int64_t tile, stages, cluster, splits, reduction;
+} gemm_algorithm;
+
+typedef struct gemm_candidate {
+  cublasLtMatmulAlgo_t algo; /* as cuBLASLt takes it */
+  gemm_algorithm algorithm;  /* of it */
+} gemm_candidate;
+
+/* The algorithms that may run a GEMM, in the order of cuBLASLt's heuristic. */
+typedef struct gemm_candidates {
+  int count;
+  gemm_candidate list[kCandidates];
+} gemm_candidates;
+
+/* ---- rules ---- */
 
 typedef enum gemm_kind {
   kAnyKind,
@@ -91,7 +106,8 @@ static bool is_configured(const gemm_algorithm* a, const gemm_rule* rule) {
          (rule->cluster == 0 || rule->cluster == a->cluster);
 }
 
-int shipped_choice(const gemm_device* device, const gemm_key* key, const gemm_candidates* found) {
+/* The index of the candidate that is taken. */
+static int choice_of(const gemm_device* device, const gemm_key* key, const gemm_candidates* found) {
   for (const gemm_rule* rule = kRules; rule->sm != 0; rule++) {
     if (!holds(rule, device->sm, key)) continue;
     for (int i = 0; i < found->count; i++) {
@@ -135,8 +151,7 @@ static cublasStatus_t set_preferences(const lt_functions* lt, const gemm_key* ke
   return status;
 }
 
-/* The configuration of an algorithm, without `nth`. An attribute that an older library does not
- * know is 0. */
+/* An attribute that an older library does not know is 0. */
 static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_t* algo) {
   gemm_algorithm a = {};
   const struct {
@@ -144,15 +159,11 @@ static gemm_algorithm describe(const lt_functions* lt, const cublasLtMatmulAlgo_
     size_t size;
     int64_t* value;
   } attributes[] = {
-      {CUBLASLT_ALGO_CONFIG_ID, sizeof(int32_t), &a.id},
       {CUBLASLT_ALGO_CONFIG_TILE_ID, sizeof(uint32_t), &a.tile},
       {CUBLASLT_ALGO_CONFIG_STAGES_ID, sizeof(uint32_t), &a.stages},
       {CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, sizeof(uint16_t), &a.cluster},
       {CUBLASLT_ALGO_CONFIG_SPLITK_NUM, sizeof(int32_t), &a.splits},
       {CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, sizeof(uint32_t), &a.reduction},
-      {CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, sizeof(uint32_t), &a.swizzle},
-      {CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, sizeof(uint16_t), &a.inner},
-      {CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, sizeof(uint32_t), &a.custom},
   };
   for (size_t i = 0; i < sizeof(attributes) / sizeof(attributes[0]); i++) {
     uint32_t value = 0; /* a 16-bit attribute fills the low bytes */
@@ -186,20 +197,12 @@ static bool rounds_partial_sums(const gemm_key* key, const gemm_algorithm* a) {
   return narrow && a->splits != 1 && (a->reduction & in_c_dtype) != 0;
 }
 
-static bool same(const gemm_algorithm* a, const gemm_algorithm* b) {
-  return memcmp(a, b, sizeof(*a)) == 0;
-}
-
 static void add_candidate(const gemm_device* device, const gemm_key* key,
                           const cublasLtMatmulHeuristicResult_t* result, gemm_candidates* found) {
   if (result->state != CUBLAS_STATUS_SUCCESS) return;
   if ((int64_t)result->workspaceSize > key->workspace_bytes) return;
-  gemm_candidate c = {result->algo, describe(&device->lt, &result->algo),
-                      (int64_t)result->workspaceSize};
+  const gemm_candidate c = {result->algo, describe(&device->lt, &result->algo)};
   if (rounds_partial_sums(key, &c.algorithm) || loses_products(key, &c.algorithm)) return;
-  for (int i = 0; i < found->count; i++) {
-    c.algorithm.nth += same(&found->list[i].algorithm, &c.algorithm);
-  }
   found->list[found->count++] = c;
 }
 
@@ -223,8 +226,9 @@ static cublasStatus_t query_candidates(const gemm_device* device, const gemm_key
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
-                               const gemm_descriptors* d, gemm_candidates* found) {
+/* At least one candidate, else CUBLAS_STATUS_NOT_SUPPORTED. */
+static cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
+                                      const gemm_descriptors* d, gemm_candidates* found) {
   cublasStatus_t status = query_candidates(device, key, d, exact_schemes(key), found);
   if (status == CUBLAS_STATUS_SUCCESS &&
       found->count == 0) { /* none is exact and fits the workspace */
@@ -234,116 +238,12 @@ cublasStatus_t list_candidates(const gemm_device* device, const gemm_key* key,
   return found->count > 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
-/* ---- tuned choices ---- */
+/* ---- the choice ---- */
 
-/* An entry of the tuned table. */
-typedef struct tuned_choice {
-  int64_t library_version;  /* gemm_device.library_version */
-  gemm_key key;             /* with device = 0: a choice holds for all devices of this name */
-  gemm_algorithm algorithm; /* the tuned one */
-  char gpu[kGpuName];       /* gemm_device.gpu */
-} tuned_choice;
-
-enum { kMaxTuned = 1 << 16 }; /* entries; benchmarks/tune.py never writes so many */
-
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the two variables below */
-static tuned_choice* g_tuned;
-static int g_tuned_count;
-
-static bool same_product(const tuned_choice* a, const tuned_choice* b) {
-  return a->library_version == b->library_version &&
-         memcmp(&a->key, &b->key, sizeof(a->key)) == 0 && strncmp(a->gpu, b->gpu, kGpuName) == 0;
-}
-
-/* The index of the tuned candidate. -1 if the GEMM was not tuned, or if the tuned algorithm is not
- * among the candidates. */
-static int tuned_choice_among(const gemm_device* device, const gemm_key* key,
-                              const gemm_candidates* found) {
-  tuned_choice wanted = {device->library_version, *key, {}, {}};
-  wanted.key.device = 0;
-  memcpy(wanted.gpu, device->gpu, kGpuName);
-  int taken = -1;
-  pthread_mutex_lock(&g_lock);
-  for (int i = 0; i < g_tuned_count; i++) {
-    if (!same_product(&g_tuned[i], &wanted)) continue;
-    for (int j = 0; j < found->count; j++) {
-      if (same(&found->list[j].algorithm, &g_tuned[i].algorithm)) taken = j;
-    }
-    break;
-  }
-  pthread_mutex_unlock(&g_lock);
-  return taken;
-}
-
-int choice(const gemm_device* device, const gemm_key* key, const gemm_candidates* found) {
-  const int tuned = tuned_choice_among(device, key, found);
-  return tuned >= 0 ? tuned : shipped_choice(device, key, found);
-}
-
-bool read_numbers(const char** text, int64_t* numbers, int count) {
-  for (int i = 0; i < count; i++) {
-    char* end;
-    numbers[i] = strtoll(*text, &end, 10);
-    if (end == *text || *end != ' ') return false;
-    *text = end + 1;
-  }
-  return true;
-}
-
-/* Reads one line, with or without a newline, and advances *lines to the next. */
-static bool read_choice(const char** lines, tuned_choice* choice) {
-  const size_t length = strcspn(*lines, "\n");
-  const char* end = *lines + length;
-  int64_t numbers[1 + kProductNumbers + kAlgorithmNumbers];
-  *choice = {};
-  /* No number is read from beyond the line's end: each must be followed by a blank, and the name by
-   * at least one character of this line (name < end). */
-  const char* name = *lines;
-  if (!read_numbers(&name, numbers, 1 + kProductNumbers + kAlgorithmNumbers) || name >= end) {
-    return false;
-  }
-  choice->library_version = numbers[0];
-  memcpy(&choice->key, numbers + 1, kProductNumbers * sizeof(int64_t));
-  memcpy(&choice->algorithm, numbers + 1 + kProductNumbers, sizeof(choice->algorithm));
-  memcpy(choice->gpu, name, (size_t)min_of(end - name, kGpuName - 1));
-  *lines = *end ? end + 1 : end;
-  return true;
-}
-
-/* Replaces the entry of the same GEMM, or appends one. */
-static void put_choice(tuned_choice* table, int* count, const tuned_choice* choice) {
-  int at = 0;
-  while (at < *count && !same_product(&table[at], choice)) at++;
-  table[at] = *choice;
-  *count = max_of(*count, at + 1);
-}
-
-flce_status import_choices(const char* lines) {
-  int64_t more = 0;
-  for (const char* p = lines; *p; p++) more += *p == '\n' || p[1] == 0;
-  pthread_mutex_lock(&g_lock);
-  int count = g_tuned_count;
-  tuned_choice* table = NULL;
-  if (count + more <= kMaxTuned) {
-    table = (tuned_choice*)malloc((size_t)(count + more + 1) * sizeof(*table));
-  }
-  bool good = table != NULL;
-  if (good && count > 0) memcpy(table, g_tuned, (size_t)count * sizeof(*table));
-  while (good && *lines) {
-    tuned_choice next;
-    good = read_choice(&lines, &next);
-    if (good) put_choice(table, &count, &next);
-  }
-  if (good) {
-    free(g_tuned);
-    g_tuned = table;
-    g_tuned_count = count;
-  } else {
-    free(table);
-  }
-  pthread_mutex_unlock(&g_lock);
-  if (good) return FLCE_OK;
-  return flce_fail(FLCE_INVALID_ARGUMENT,
-                   "tuned products: expected at most %d lines of %d numbers and a name", kMaxTuned,
-                   1 + kProductNumbers + kAlgorithmNumbers);
+cublasStatus_t choose_algorithm(const gemm_device* device, const gemm_key* key,
+                                const gemm_descriptors* d, cublasLtMatmulAlgo_t* algo) {
+  gemm_candidates found;
+  const cublasStatus_t status = list_candidates(device, key, d, &found);
+  if (status == CUBLAS_STATUS_SUCCESS) *algo = found.list[choice_of(device, key, &found)].algo;
+  return status;
 }

@@ -5,6 +5,7 @@
 #include "cuda/common/reductions.cuh"
 #include "cuda/common/vectors.cuh"
 #include "cuda/passes/target_order.cuh"
+#include "divergence.h"
 
 /* ---- scalars ---- */
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
   if (own_mean && t.class_weight && t.target && rows.valid > 0) z_factor = rows.weight / rows.valid;
   if (rows.valid > (double)p.rows) inv_denom = (double)NAN;
   const double bound = top * rows.factor * fabs(p.loss.logit_scale) / p.loss.temperature *
-                       (1 + 128 * p.loss.z_loss * z_factor) * FLCE_GRADIENT_BOUND(p);
+                       (1 + 128 * p.loss.z_loss * z_factor) * flce_largest_gradient(p.divergence);
   scalars[FLCE_SCALAR_VALID] = (S)rows.valid;
   scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
   scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;

@@ -8,9 +8,9 @@
  *   reverse KL    P log2(P / Q)           Q - P + P ln(P / Q)
  *   JSD           -P log2(m / p)          -P log2(m / p) - Q log2(m / q)
  *
- * The forward KL's gradient is grad_term. The others' is ln 2 (grad_term - P mean), with mean the
- * sum of grad_term over that of the rounded P: both nearly cancel in a class whose p is almost 1.
- */
+ * The forward KL's gradient is grad_term. Those that take a mean have ln 2 (grad_term - P mean),
+ * with mean the sum of grad_term over that of the rounded P: both nearly cancel in a class whose p
+ * is almost 1. */
 #ifndef FLCE_CUDA_ROWS_FAR_ROWS_CUH
 #define FLCE_CUDA_ROWS_FAR_ROWS_CUH
 
@@ -34,6 +34,49 @@ struct FarRow {
   float coef_grad, coef_p, coef_p_at_target, at_target;
 };
 
+/* What a divergence adds to the sums and to dz. kMixes: a = 1 - beta and b = beta, else 1.
+ * kGradUnit, kLossUnit: of the terms, in nats. make: the terms of a class whose ratio is
+ * log2(P / Q). One without its terms here does not compile. */
+template <flce_divergence KIND>
+struct FarTerms;
+
+template <>
+struct FarTerms<FLCE_FORWARD_KL> {
+  static constexpr bool kMixes = false;
+  static constexpr float kGradUnit = 1, kLossUnit = 1;
+  static __device__ __forceinline__ float make(const FarRow&, float P, float Q, float ratio,
+                                               float* loss_term) {
+    const float grad_term = P - Q;
+    *loss_term = Q > 0 ? fmaf(-kLn2 * Q, ratio, grad_term) : grad_term;
+    return grad_term;
+  }
+};
+
+template <>
+struct FarTerms<FLCE_REVERSE_KL> {
+  static constexpr bool kMixes = false;
+  static constexpr float kGradUnit = kLn2, kLossUnit = 1;
+  static __device__ __forceinline__ float make(const FarRow&, float P, float Q, float ratio,
+                                               float* loss_term) {
+    const float grad_term = P == 0 ? 0 : P * ratio;
+    *loss_term = fmaf(kLn2, grad_term, Q - P);
+    return grad_term;
+  }
+};
+
+template <>
+struct FarTerms<FLCE_JSD> {
+  static constexpr bool kMixes = true;
+  static constexpr float kGradUnit = kLn2, kLossUnit = kLn2;
+  static __device__ __forceinline__ float make(const FarRow& row, float P, float Q, float ratio,
+                                               float* loss_term) {
+    const float log2_m = log2_fast(1 + exp2_fast(-fabsf(ratio))); /* m over the larger of P and Q */
+    const float grad_term = -P * ((log2_m + row.log2_a) - fmaxf(fminf(ratio, 0), -1e30f));
+    *loss_term = fmaf(-Q, (log2_m + row.log2_b) + fminf(fmaxf(ratio, 0), 1e30f), grad_term);
+    return grad_term;
+  }
+};
+
 /* grad_term and P of a class; adds to the sums if SUMS. Where P or Q is 0 the ratio is infinite:
  * every product with it is guarded. */
 template <flce_divergence KIND, bool SUMS>
@@ -41,23 +84,11 @@ __device__ __forceinline__ float far_class(FarRow& row, uint32_t word, float* p)
   const PackedClass both = unpack_class(word);
   const float ratio = both.r + row.ratio_shift; /* log2(P / Q) */
   const float P = exp2_fast((both.log2_larger + row.p_shift) + fminf(both.r, 0));
-  float Q = 0, grad_term, loss_term = 0;
-  if (KIND == FLCE_FORWARD_KL || SUMS)
-    Q = exp2_fast((both.log2_larger + row.q_shift) - fmaxf(both.r, 0));
-  if constexpr (KIND == FLCE_FORWARD_KL) {
-    grad_term = P - Q;
-    loss_term = Q > 0 ? fmaf(-kLn2 * Q, ratio, grad_term) : grad_term;
-  } else if constexpr (KIND == FLCE_REVERSE_KL) {
-    grad_term = P == 0 ? 0 : P * ratio;
-    loss_term = fmaf(kLn2, grad_term, Q - P);
-  } else {
-    static_assert(KIND == FLCE_JSD, "a divergence without its terms");
-    const float log2_m = log2_fast(1 + exp2_fast(-fabsf(ratio))); /* m over the larger of P and Q */
-    grad_term = -P * ((log2_m + row.log2_a) - fmaxf(fminf(ratio, 0), -1e30f));
-    loss_term = fmaf(-Q, (log2_m + row.log2_b) + fminf(fmaxf(ratio, 0), 1e30f), grad_term);
-  }
+  const float Q = exp2_fast((both.log2_larger + row.q_shift) - fmaxf(both.r, 0));
+  float loss_term;
+  const float grad_term = FarTerms<KIND>::make(row, P, Q, ratio, &loss_term);
   if (SUMS) row.sum_loss += loss_term;
-  if (SUMS && KIND != FLCE_FORWARD_KL) {
+  if (SUMS && flce_takes_mean(KIND)) {
     row.sum_grad += grad_term;
     row.sum_p += P;
   }
@@ -134,10 +165,12 @@ struct FarResult {
 
 template <flce_divergence KIND>
 __device__ __forceinline__ FarResult reduce_sums(const FarRow& row, float a, float* scratch) {
+  using Terms = FarTerms<KIND>;
   const float loss = block_sum(row.sum_loss, scratch);
-  if (KIND == FLCE_FORWARD_KL) return {loss, 0};
-  const float mean = kLn2 * a * block_sum(row.sum_grad, scratch) / block_sum(row.sum_p, scratch);
-  return {KIND == FLCE_JSD ? kLn2 * loss : loss, mean};
+  if (!flce_takes_mean(KIND)) return {Terms::kLossUnit * loss, 0};
+  const float scale = Terms::kGradUnit * a;
+  const float mean = scale * block_sum(row.sum_grad, scratch) / block_sum(row.sum_p, scratch);
+  return {Terms::kLossUnit * loss, mean};
 }
 
 /* The results, and dz where `out` is one: the row's own memory. p_shift, q_shift and ratio_shift
@@ -145,8 +178,9 @@ __device__ __forceinline__ FarResult reduce_sums(const FarRow& row, float a, flo
 template <flce_divergence KIND, typename Out>
 __device__ __forceinline__ FarResult far_row(FarRow row, Out* out, double beta, float factor,
                                              float soft, float hard, float* scratch) {
+  constexpr bool kInOnePass = !flce_takes_mean(KIND);
   float a = 1;
-  if (KIND == FLCE_JSD) { /* 1 - beta may be below float's epsilon */
+  if (FarTerms<KIND>::kMixes) { /* 1 - beta may be below float's epsilon */
     a = (float)(1 - beta);
     row.log2_a = (float)log2(1 - beta);
     row.log2_b = (float)log2(beta);
@@ -154,9 +188,9 @@ __device__ __forceinline__ FarResult far_row(FarRow row, Out* out, double beta, 
   row.p_shift += row.log2_a;
   row.q_shift += row.log2_b;
   row.ratio_shift += row.log2_a - row.log2_b;
-  row.coef_grad = factor * soft * (KIND == FLCE_FORWARD_KL ? 1 : kLn2);
+  row.coef_grad = factor * soft * FarTerms<KIND>::kGradUnit;
   row.coef_p = factor * hard;
-  if constexpr (KIND == FLCE_FORWARD_KL) {
+  if constexpr (kInOnePass) {
     if (out) {
       far_pass<KIND, true, true>(row, out);
       return reduce_sums<KIND>(row, a, scratch);
@@ -164,7 +198,7 @@ __device__ __forceinline__ FarResult far_row(FarRow row, Out* out, double beta, 
   }
   far_pass<KIND, true, false>(row, out);
   const FarResult made = reduce_sums<KIND>(row, a, scratch);
-  if constexpr (KIND != FLCE_FORWARD_KL) {
+  if constexpr (!kInOnePass) {
     if (!out) return made;
     row.coef_p_at_target = -factor * soft * made.mean / a;
     row.coef_p = row.coef_p_at_target + factor * hard / a;

@@ -193,7 +193,7 @@ __device__ __forceinline__ void pair_tile(const Series& series, RowPair<Z>& pair
       if constexpr (SUMS) {
         pair.value += value;
         if (!GRADS) pair.mean += grad_term;
-        if (!GRADS && KIND != FLCE_FORWARD_KL) pair.mass += p[e];
+        if (!GRADS && flce_takes_mean(KIND)) pair.mass += p[e];
       }
       d[e] = fma(coef_p, p[e], coef_grad * grad_term) * slope[e];
       if (!INSIDE && col + e == pair.s.target)
@@ -287,7 +287,7 @@ template <Source FROM, flce_divergence KIND, typename Z, typename Out, typename 
 __device__ __forceinline__ void compare_row(const divergence_params& c, RowPair<Z>& pair, Out* out,
                                             S* scratch) {
   /* Without `sums` and `out` no logits are read: a rank without a class has none. */
-  const bool in_one_pass = KIND == FLCE_FORWARD_KL && c.sums && out;
+  const bool in_one_pass = !flce_takes_mean(KIND) && c.sums && out;
   RowRange range = {};
   if (FROM == kPackedRows || in_one_pass) range = range_of<FROM, Out>(pair, scratch);
   if constexpr (FROM == kPackedRows) {
@@ -346,17 +346,10 @@ static Series make_series(double beta) {
 
 template <Source FROM, typename Z, typename Out>
 static divergence_kernel kernel_of(flce_divergence kind) {
-  switch (kind) {
-    case FLCE_FORWARD_KL:
-      return divergence_rows<FROM, FLCE_FORWARD_KL, Z, Out>;
-    case FLCE_REVERSE_KL:
-      return divergence_rows<FROM, FLCE_REVERSE_KL, Z, Out>;
-    case FLCE_JSD:
-      return divergence_rows<FROM, FLCE_JSD, Z, Out>;
-    case FLCE_NO_DIVERGENCE:
-      break;
-  }
-  return NULL;
+#define FLCE_KERNEL(NAME, ...) , divergence_rows<FROM, FLCE_##NAME, Z, Out>
+  static const divergence_kernel kernels[] = {NULL FLCE_DIVERGENCES(FLCE_KERNEL)};
+#undef FLCE_KERNEL
+  return kernels[kind];
 }
 
 template <Source FROM>
@@ -378,6 +371,7 @@ static divergence_kernel kernel_for(flce_divergence kind, flce_dtype z, flce_dty
 flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const flce_rows *s = call->student, *t = call->teacher;
   if (s->rows == 0) return FLCE_OK;
+  FLCE_TRY(flce_check_divergence(call->divergence)); /* it is an index */
   FLCE_TRY(check_rows(s, "divergence_rows"));
   const flce_dtype z = s->z_dtype, out = s->out ? s->out_dtype : z;
   const int64_t size = flce_size_of(z), apart = (s->z_pitch - t->z_pitch) * size;
@@ -391,7 +385,6 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
   const bool packs_well = is_aligned(s->z, 16) && s->z_pitch % 4 == 0 && call->sums &&
                           !call->partial &&
                           (!s->out || (s->out == s->z && s->out_pitch == 2 * s->z_pitch));
-  FLCE_TRY(flce_check_divergence(call->divergence));
   if (!kernel || (call->packed && !packs_well)) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),
                                     make_args(t),

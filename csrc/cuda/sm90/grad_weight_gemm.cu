@@ -4,13 +4,16 @@
  * shared memory. The blocks that compute the same classes divide the tokens among them. */
 #include "cuda/backend.cuh"
 #include "cuda/common/vectors.cuh"
+#include "cuda/fused/architectures.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
 namespace {
 
+constexpr flce_weight_gemm kSizes = flce_architectures[FLCE_SM90].weight;
+
 enum {
   kWeightRows = 192, /* classes of an output tile */
-  kWeightColumns = FLCE_WEIGHT_COLUMNS,
+  kWeightColumns = (int)kSizes.tile_columns,
   kBlocks = kWeightRows / 64,    /* 64-class blocks of a stage of E */
   kPanels = kWeightColumns / 64, /* 64-element panels of a stage of x */
   kBytesPanel = kDepth * 128,    /* bytes of 64 columns of an operand's stage */
@@ -338,18 +341,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 static int g_clusters[kMaxDevices];
 
-flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t* index,
-                                  const void* coef, void* sums, bool adds_sums) {
-  const flce_cuda* cuda = (const flce_cuda*)self;
+flce_status launch_grad_weight_gemm_sm90(void* stream, int device, const flce_gemm* g,
+                                         const int64_t* index, const void* coef, void* sums,
+                                         bool adds_sums) {
   const void* kernel = (const void*)grad_weight_gemm_sm90;
-  if (g->m == 0 || g->n == 0) return FLCE_OK;
-  if (g->k == 0) {
-    const int64_t bytes = adds_sums ? 0 : flce_bias_parts(g->n) * g->m * (int64_t)sizeof(float);
-    FLCE_TRY(cuda_fill(self, sums, 0, bytes));
-    return cuda_gemm(self, g, NULL, 0);
-  }
   int clusters;
-  FLCE_TRY(clusters_at_once(kernel, "grad_weight_gemm_sm90", kSharedBytes, cuda->device, g_clusters,
+  FLCE_TRY(clusters_at_once(kernel, "grad_weight_gemm_sm90", kSharedBytes, device, g_clusters,
                             &clusters));
   grad_weight_gemm_args args = {};
   args.index = index;
@@ -361,7 +358,7 @@ flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t*
   args.column_clusters = (int)ceil_div(g->n, kCluster * kWeightColumns);
   args.tiles = (int)ceil_div(g->m, kWeightRows) * args.column_clusters;
   args.clusters = (int)min_of(clusters, args.tiles);
-  args.parts = (int)flce_bias_parts(g->n);
+  args.parts = (int)flce_bias_parts(&kSizes, g->n);
   args.adds = g->beta != 0;
   args.adds_sums = adds_sums;
   CUtensorMap e_map, x_map, w_map;
@@ -369,9 +366,9 @@ flce_status cuda_grad_weight_gemm(void* self, const flce_gemm* g, const int64_t*
   FLCE_TRY(make_map(&x_map, g->b, g->n, g->k, g->pitch_b, kDepth));
   FLCE_TRY(make_map(&w_map, g->c, g->n, g->m, g->pitch_c, kWeightRows));
   int use_pdl;
-  FLCE_TRY(supports_pdl(cuda->device, &use_pdl));
+  FLCE_TRY(supports_pdl(device, &use_pdl));
   Launch launch;
-  set_launch(&launch, kSharedBytes, args.clusters, use_pdl, cuda->stream);
+  set_launch(&launch, kSharedBytes, args.clusters, use_pdl, stream);
   void* arguments[] = {&e_map, &x_map, &w_map, &args};
   return check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments),
                     "grad_weight_gemm_sm90");

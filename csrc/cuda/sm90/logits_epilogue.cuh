@@ -4,10 +4,15 @@
 #ifndef FLCE_CUDA_SM90_LOGITS_EPILOGUE_CUH
 #define FLCE_CUDA_SM90_LOGITS_EPILOGUE_CUH
 
+#include "cuda/fused/architectures.cuh"
 #include "cuda/sm90/pipeline.cuh"
-#include "cuda/sm90/fused_logits.cuh"
+
+constexpr flce_logits_gemm kSizes = flce_architectures[FLCE_SM90].logits;
 
 enum {
+  kTileRows = (int)kSizes.tile_rows,
+  kTileColumns = (int)kSizes.tile_columns,
+  kClusterRows = (int)kSizes.cluster_rows,
   kSlab = 64, /* columns of E in one TMA store: 128 bytes, one swizzled line */
   kSlabs = kTileColumns / kSlab,
   kBytesSlab = kTileRows * kSlab * 2,

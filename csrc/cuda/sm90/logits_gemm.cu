@@ -2,10 +2,12 @@
  * tile schedule and launch. The math of the epilogue is in logits_epilogue.cuh, the pipeline in
  * pipeline.cuh. The two output tiles of a cluster are neighbours along the rows and share the tile
  * of W. */
-#include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/logits_epilogue.cuh"
+#include "cuda/sm90/pipeline.cuh"
 
 namespace {
+
+static_assert(kClusterRows == kCluster * kTileRows, "a cluster's tiles are neighbours");
 
 enum {
   kBytesA = kTileRows * kDepth * 2,

@@ -2,10 +2,10 @@
  * loss, prediction and gradient factors. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
+#include "cuda/fused/fused_logits.cuh"
 #include "cuda/rows/row_coefficients.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
-#include "cuda/sm90/fused_logits.cuh"
 
 enum { kSumRows = 32, kSumWarps = 32, kSumBatch = 8 };
 
@@ -202,14 +202,15 @@ __global__ void __launch_bounds__(kSumRows* kSumWarps, 1)
   if (coef) write_coefficients<float>(p.r, flce_upstream{}, ref, stats, unit, p.scale_f32, coef);
 }
 
-flce_status launch_tile_statistics(void* self, const flce_rows* r, const fused_params* params,
-                                   const fused_scratch* s, const void* factor, void* coef) {
+flce_status launch_tile_statistics(void* self, int64_t tiles, const flce_rows* r,
+                                   const fused_params* params, const fused_scratch* s,
+                                   const void* factor, void* coef) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kSumRows);
   const auto kernel = params->probabilities  ? tile_statistics<kSoft>
                       : params->general      ? tile_statistics<kGeneral>
                       : s->row_weighted_gaps ? tile_statistics<kSmooth>
                                              : tile_statistics<kPlain>;
   return launch_dependent(self, kernel, blocks, kSumRows * kSumWarps, "tile_statistics",
-                          make_args(r), *params, *s, (int)tiles_of(r->vocab), (const float*)factor,
+                          make_args(r), *params, *s, (int)tiles, (const float*)factor,
                           (float*)coef);
 }

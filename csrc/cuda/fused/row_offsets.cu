@@ -4,9 +4,9 @@
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/reductions.cuh"
+#include "cuda/fused/fused_logits.cuh"
 #include "cuda/rows/row_launch.cuh"
 #include "cuda/rows/statistics.cuh"
-#include "cuda/sm90/fused_logits.cuh"
 
 enum { kDotWarps = 8, kProbes = 4 };
 
@@ -69,7 +69,7 @@ struct TeacherRows {
   const int* top;
   const float *inv_sum, *temperature;
   float scale;
-  int tiles;
+  int tiles, tile_columns;
 };
 
 /* A class of nearly the largest q: the largest of the tile with the largest sum, or the target,
@@ -80,10 +80,10 @@ __device__ __forceinline__ int likely_class(const TeacherRows& t, const fused_pa
   for (int i = lane; i < t.tiles; i += kWarp) {
     tile = better_of(tile, Best<float>{t.sums[(int64_t)i * params.rows + row], i});
   }
-  const int first = warp_best(tile).column * kTileColumns;
+  const int first = warp_best(tile).column * t.tile_columns;
   const float* z = t.z + row * t.pitch;
   Best<float> best = {z[target], target};
-  for (int i = first + lane; i < min(first + kTileColumns, params.vocab); i += kWarp) {
+  for (int i = first + lane; i < min(first + t.tile_columns, params.vocab); i += kWarp) {
     best = better_of(best, Best<float>{z[i], i});
   }
   return warp_best(best).column;
@@ -112,13 +112,13 @@ __device__ __forceinline__ PackedRow open_packed_row(const TeacherRows& t, int64
 template <typename X>
 __global__ void __launch_bounds__(kDotWarps* kWarp)
     find_row_offsets(const __grid_constant__ flce_rows r, const fused_params params,
-                     const fused_scratch s, const TeacherRows t, float scale, const X* x,
-                     const X* w) {
+                     const fused_scratch s, const TeacherRows t, int cluster_rows, float scale,
+                     const X* x, const X* w) {
   pdl_wait();
   const int lane = threadIdx.x % kWarp;
   const int row = blockIdx.x * kDotWarps + threadIdx.x / kWarp;
   if (blockIdx.x == 0) {
-    const int clusters = (params.rows + kClusterRows - 1) / kClusterRows;
+    const int clusters = (params.rows + cluster_rows - 1) / cluster_rows;
     for (int i = threadIdx.x; i <= clusters; i += blockDim.x) s.retry[i] = 0;
   }
   if (row >= params.rows) return;
@@ -159,13 +159,14 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
 }
 
 template <typename X>
-static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_rows* r,
-                                  const fused_params* params, const fused_scratch* s) {
+static flce_status launch_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* g,
+                                  const flce_rows* r, const fused_params* params,
+                                  const fused_scratch* s) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
   TeacherRows t = {};
   if (r->teacher) {
     const row_args other = make_args(&r->teacher->rows);
-    const fused_scratch scratch = fused_scratch_of(r->teacher->scratch, &r->teacher->rows);
+    const fused_scratch scratch = fused_scratch_of(r->teacher->scratch, sizes, &r->teacher->rows);
     t.z = (const float*)r->teacher->gemm.c;
     t.pitch = r->teacher->gemm.pitch_c;
     t.sums = scratch.sums;
@@ -174,14 +175,17 @@ static flce_status launch_offsets(void* self, const flce_gemm* g, const flce_row
     t.inv_sum = (const float*)other.r.stats + FLCE_STAT_INV_SUM * other.r.stat_pitch;
     t.temperature = (const float*)other.r.temperature;
     t.scale = (float)(other.outer_scale * kLog2eExact);
-    t.tiles = (int)tiles_of(r->vocab);
+    t.tiles = (int)tiles_of(sizes, r->vocab);
+    t.tile_columns = (int)sizes->tile_columns;
   }
   return launch_dependent(self, find_row_offsets<X>, blocks, kDotWarps * kWarp, "find_row_offsets",
-                          *r, *params, *s, t, params->scale, (const X*)g->a, (const X*)g->b);
+                          *r, *params, *s, t, (int)sizes->cluster_rows, params->scale,
+                          (const X*)g->a, (const X*)g->b);
 }
 
-flce_status launch_row_offsets(void* self, const flce_gemm* g, const flce_rows* r,
-                               const fused_params* params, const fused_scratch* s) {
+flce_status launch_row_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* g,
+                               const flce_rows* r, const fused_params* params,
+                               const fused_scratch* s) {
   const auto launch = params->half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;
-  return launch(self, g, r, params, s);
+  return launch(self, sizes, g, r, params, s);
 }

@@ -1,15 +1,14 @@
 /* Host side of the backend functions fused_logits and fused_statistics: lays out their scratch,
- * fills their parameters and launches the three kernels (row_offsets.cu, logits_gemm.cu,
- * tile_statistics.cu). Whether they are used at all is decided in
- * core/gpu_facts.c. */
+ * fills their parameters and launches the three kernels: row_offsets.cu, the architecture's logits
+ * GEMM, tile_statistics.cu. Whether they are used at all is decided in core/gpu_facts.c. */
 #include "cuda/backend.cuh"
+#include "cuda/fused/architectures.cuh"
 #include "cuda/rows/row_launch.cuh"
-#include "cuda/sm90/fused_logits.cuh"
 #include "loss.h"
 
 /* core/gpu_facts.c counts the same arrays. */
-fused_scratch fused_scratch_of(void* memory, const flce_rows* r) {
-  const int64_t rows = r->rows, size = tiles_of(r->vocab) * rows;
+fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, const flce_rows* r) {
+  const int64_t rows = r->rows, size = tiles_of(sizes, r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
     float* taken = wanted ? next : NULL;
@@ -63,6 +62,25 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   return params;
 }
 
+/* A call of fused_logits and of fused_statistics. */
+struct FusedCall {
+  const flce_cuda* cuda;
+  const architecture_kernels* kernels;
+  const flce_logits_gemm* sizes;
+  fused_params params;
+  fused_scratch scratch;
+};
+
+static flce_status open_call(void* self, const flce_gemm* g, const flce_rows* r, void* scratch,
+                             FusedCall* call) {
+  call->cuda = (const flce_cuda*)self;
+  FLCE_TRY(find_kernels(call->cuda->device, &call->kernels));
+  call->sizes = &call->kernels->row->logits;
+  call->params = fused_params_of(g, r);
+  call->scratch = fused_scratch_of(scratch, call->sizes, r);
+  return FLCE_OK;
+}
+
 /* What the epilogue writes, to which memory and with which pitch (elements). */
 static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
   *out = g->c ? g->c : r->out;
@@ -72,45 +90,43 @@ static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out,
 
 /* `retry`: only the tiles whose sums went beyond their limit. z does not depend on an offset and is
  * not written again; packed logits do. */
-static flce_status run_logits_gemm(void* self, const flce_gemm* g, const flce_rows* r,
-                                   const fused_params* params, const fused_scratch* s, bool retry) {
-  const flce_cuda* cuda = (const flce_cuda*)self;
+static flce_status run_logits_gemm(const FusedCall* call, const flce_gemm* g, const flce_rows* r,
+                                   bool retry) {
   void* out;
   int64_t pitch;
   FusedResult result = result_of(g, r, &out, &pitch);
   if (retry && result == kLogitResult) result = kNoResult;
-  return launch_logits_gemm_sm90(cuda->stream, cuda->device, params, s, g->a, g->b, result, out,
-                                 pitch, retry);
+  return call->kernels->logits_gemm(call->cuda->stream, call->cuda->device, &call->params,
+                                    &call->scratch, g->a, g->b, result, out, pitch, retry);
 }
 
 /* The teacher's z again in the row clusters that the student's retry computes, because packed
  * logits have overwritten it. Returns at once if there are none. */
-static flce_status repeat_teacher(void* self, const flce_fused_call* teacher,
-                                  const fused_scratch* student) {
-  const flce_cuda* cuda = (const flce_cuda*)self;
+static flce_status repeat_teacher(const FusedCall* student, const flce_fused_call* teacher) {
   const flce_gemm* g = &teacher->gemm;
   const fused_params params = fused_params_of(g, &teacher->rows);
-  fused_scratch s = fused_scratch_of(teacher->scratch, &teacher->rows);
-  s.retry = student->retry;
-  return launch_logits_gemm_sm90(cuda->stream, cuda->device, &params, &s, g->a, g->b, kLogitResult,
-                                 g->c, g->pitch_c, true);
+  fused_scratch s = fused_scratch_of(teacher->scratch, student->sizes, &teacher->rows);
+  s.retry = student->scratch.retry;
+  return student->kernels->logits_gemm(student->cuda->stream, student->cuda->device, &params, &s,
+                                       g->a, g->b, kLogitResult, g->c, g->pitch_c, true);
 }
 
 flce_status cuda_fused_logits(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "fused_logits"));
-  const fused_params params = fused_params_of(g, r);
-  const fused_scratch s = fused_scratch_of(scratch, r);
-  FLCE_TRY(launch_row_offsets(self, g, r, &params, &s));
-  return run_logits_gemm(self, g, r, &params, &s, false);
+  FusedCall call;
+  FLCE_TRY(open_call(self, g, r, scratch, &call));
+  FLCE_TRY(launch_row_offsets(self, call.sizes, g, r, &call.params, &call.scratch));
+  return run_logits_gemm(&call, g, r, false);
 }
 
 flce_status cuda_fused_statistics(void* self, const flce_gemm* g, const flce_rows* r,
                                   const void* factor, void* coef, void* scratch) {
   if (r->rows == 0) return FLCE_OK;
-  const fused_params params = fused_params_of(g, r);
-  const fused_scratch s = fused_scratch_of(scratch, r);
-  if (r->teacher) FLCE_TRY(repeat_teacher(self, r->teacher, &s));
-  FLCE_TRY(run_logits_gemm(self, g, r, &params, &s, true));
-  return launch_tile_statistics(self, r, &params, &s, factor, coef);
+  FusedCall call;
+  FLCE_TRY(open_call(self, g, r, scratch, &call));
+  if (r->teacher) FLCE_TRY(repeat_teacher(&call, r->teacher));
+  FLCE_TRY(run_logits_gemm(&call, g, r, true));
+  return launch_tile_statistics(self, tiles_of(call.sizes, r->vocab), r, &call.params,
+                                &call.scratch, factor, coef);
 }

@@ -1,13 +1,14 @@
 /* The fused logits GEMM: constants, scratch and parameters that its kernels share. The row pass
  * happens in the GEMM's epilogue, so each tile needs a row's offset before the row's maximum is
- * known: row_offsets.cu takes it from the target's logit, logits_gemm.cu makes E and the sums of
- * each tile, tile_statistics.cu adds up the tiles, and a tile that overflowed is computed again
- * from a better offset.
+ * known: row_offsets.cu takes it from the target's logit, the architecture's logits_gemm.cu makes E
+ * and the sums of each tile, tile_statistics.cu adds up the tiles, and a tile that overflowed is
+ * computed again from a better offset. Tiles have the sizes of the architecture's row in
+ * architectures.h.
  *
  * Notation: log2_l = log2(e) l, and E_ij = 2^(log2_l_ij - k_i) with an integer k_i, so that a
  * change of k_i is exact: every sum keeps all of its digits. */
-#ifndef FLCE_CUDA_SM90_FUSED_LOGITS_CUH
-#define FLCE_CUDA_SM90_FUSED_LOGITS_CUH
+#ifndef FLCE_CUDA_FUSED_FUSED_LOGITS_CUH
+#define FLCE_CUDA_FUSED_FUSED_LOGITS_CUH
 
 #include "cuda/rows/packed_rows.cuh"
 #include "cuda/rows/row.cuh"
@@ -24,12 +25,6 @@ constexpr float kTileLimit = 1152921504606846976.0f; /* 2^60 */
 constexpr double kLog2eExact = FLCE_LOG2E;
 constexpr float kBlankRow = 3e38f; /* k of a row whose E is all 0: ignored or absent */
 
-enum {
-  kTileRows = FLCE_TILE_ROWS,
-  kTileColumns = FLCE_TILE_COLUMNS,
-  kClusterRows = FLCE_CLUSTER_ROWS,
-};
-
 /* Scratch of one chunk; its rows are the rows of the GEMM. Arrays [tiles of V][rows] hold one
  * number of each tile and row. They leave the target's column out, except tile_weighted_gaps. In
  * entropy_sums, and with class targets in tile_weighted_gaps, log2_l counts relative to k -
@@ -44,8 +39,8 @@ typedef struct fused_scratch {
   int* column;   /* [rows] the target's column, -1 for none */
   /* [rows] ordered_of(the largest log2_l) where a tile exceeded the limit, else kNoTop */
   int* top;
-  /* [1 + row clusters] flags of the overflow retry: whether any tile needs it, and for each
-   * kClusterRows rows whether theirs are */
+  /* [1 + row clusters] flags of the overflow retry: whether any tile needs it, and for each row
+   * cluster whether its tiles do */
   int* retry;
   float* sums; /* [tiles of V][rows] sum of 2^(log2_l - k) */
   /* [tiles of V][rows] or NULL: sum of w_j log2_l_j, the target included; with probabilities sum of
@@ -122,29 +117,23 @@ __device__ __forceinline__ float general_log2_logit(const fused_params& params, 
   return scale * capped<true>(params.curve, params.inner_scale, z);
 }
 
-/* logits_gemm.cu: z = x W^T by WGMMA; writes the tiles' sums to `scratch`, and E or z to `out`,
- * which is [rows][pitch] of bfloat16 for E and of float32 for z. Packed logits replace the
- * teacher's z in `out`. `retry`: computes again, from the offsets in scratch.top, the row clusters
- * in which an earlier call exceeded the limit; if there are none the kernel returns at once. */
-flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params* params,
-                                    const fused_scratch* scratch, const void* x, const void* w,
-                                    FusedResult result, void* out, int64_t pitch, bool retry);
-
 /* fused_logits.cu: divides the scratch, which has facts.fused_row_bytes for each row. */
-fused_scratch fused_scratch_of(void* memory, const flce_rows* rows);
+fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, const flce_rows* rows);
 
 /* Column tiles of the vocabulary. */
-static inline int64_t tiles_of(int64_t vocab) {
-  return ceil_div(vocab, kTileColumns);
+static inline int64_t tiles_of(const flce_logits_gemm* sizes, int64_t vocab) {
+  return ceil_div(vocab, sizes->tile_columns);
 }
 
 /* row_offsets.cu: offset, scale and target column of each row and, with a teacher, how it is
  * packed, into `scratch`; clears top and retry. */
-flce_status launch_row_offsets(void* self, const flce_gemm* gemm, const flce_rows* rows,
-                               const fused_params* params, const fused_scratch* scratch);
-/* tile_statistics.cu: from the tiles' sums the statistics and losses of the rows and, unless `coef`
- * is NULL, their gradient factors. */
-flce_status launch_tile_statistics(void* self, const flce_rows* rows, const fused_params* params,
-                                   const fused_scratch* scratch, const void* factor, void* coef);
+flce_status launch_row_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* gemm,
+                               const flce_rows* rows, const fused_params* params,
+                               const fused_scratch* scratch);
+/* tile_statistics.cu: from the sums of `tiles` tiles the statistics and losses of the rows and,
+ * unless `coef` is NULL, their gradient factors. */
+flce_status launch_tile_statistics(void* self, int64_t tiles, const flce_rows* rows,
+                                   const fused_params* params, const fused_scratch* scratch,
+                                   const void* factor, void* coef);
 
 #endif
