@@ -288,6 +288,8 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
 /* FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range, or if options that exclude
  * each other are combined. */
 flce_status flce_check_problem(const flce_problem* problem);
+/* The part of it that says what excludes problem->save, also for one that has been auto. */
+flce_status flce_check_save(const flce_problem* problem);
 
 /* ---- engine ---- */
 

@@ -187,8 +187,11 @@ enum { FLCE_DIVERGENCE_COUNT = FLCE_DIVERGENCES(FLCE_ONE_MORE) }; /* the last on
 /* FLCE_INVALID_ARGUMENT for what is none. */
 flce_status flce_check_divergence(flce_divergence kind);
 
-/* What the caller asks for: sizes, dtypes, which inputs are present, which outputs are wanted. */
+/* A call. What the caller asks for comes first: the binding fills it, and nothing changes it. What
+ * a backward adds and what flce_plan_call derives follow. */
 typedef struct flce_problem {
+  /* ---- sizes ---- */
+
   int64_t tokens, /* N */
       hidden,     /* H */
       vocab;      /* V */
@@ -205,56 +208,85 @@ typedef struct flce_problem {
    * is less than `tokens`, or if facts.skips_rows is set and the form is exp, the rows are gathered
    * (compact_rows). */
   int64_t rows;
+
+  /* ---- dtypes ---- */
+
   /* Dtype of the GEMMs: autocast's dtype under autocast, else that of x and W. */
   flce_dtype dtype;
   flce_dtype input_dtype;  /* of the caller's x, and of dX */
   flce_dtype weight_dtype; /* of the caller's W, and of dW unless adds_grad_weight */
   flce_dtype bias_dtype;   /* of the caller's b, and of db */
-  flce_dtype accum_dtype;  /* in which dW is summed over chunks: `dtype` or the stat dtype */
+  /* In which dW is summed over chunks: `dtype` or the stat dtype. Of a rank it becomes that of the
+   * plan of an equal share. */
+  flce_dtype accum_dtype;
   /* accum_dtype is the default, `dtype`, not the caller's choice: the plan takes the stat dtype for
    * FLCE_WIDE_SUM_CHUNKS chunks or more. */
   bool widens_sum;
   /* The requested dtype of the logits: the stat dtype (exact), or `dtype` (rounded, as in eager
    * PyTorch). */
   flce_dtype logits_dtype;
-  flce_reduction reduction; /* of the row losses */
-  flce_save save;           /* what the forward keeps for the backward */
-  bool sampled;         /* the gradient is sampled: save is samples, or auto before the choice */
-  double gradient_eps;  /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
-  bool want_grad_input, /* dX is needed */
-      want_grad_weight, /* dW is needed */
-      want_grad_bias;   /* db is needed */
-  /* The backward adds dW to the contents of the caller's grad_weight, whose padding rows it leaves
-   * unchanged. Not for save=grads, whose forward already computes dW. */
-  bool adds_grad_weight;
-  /* Dtype of that grad_weight: weight_dtype, or F32 if weight_dtype has 16 bits. */
-  flce_dtype added_dtype;
+
+  /* ---- operands ---- */
+
   bool has_bias,          /* b is given */
       has_class_weight;   /* class weights are given */
   bool has_probabilities; /* the targets are probabilities, not class indices */
+  bool has_temperature;   /* a temperature for each row is given */
+  bool unaligned;         /* x or W does not start at a multiple of 16 bytes */
+
+  /* ---- loss ---- */
+
+  flce_loss loss;           /* its parameters */
+  flce_reduction reduction; /* of the row losses */
+  flce_divergence divergence;
+  double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
+  /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
+   * NULL in that problem itself. */
+  const struct flce_problem* teacher;
+  /* Of a teacher whose logits are given: input is z itself, [tokens][hidden], which has those of
+   * this rank's classes from column first_logit on. */
+  bool gives_logits;
+  int64_t first_logit;
+
+  /* ---- outputs ---- */
+
+  bool want_grad_input,   /* dX is needed */
+      want_grad_weight,   /* dW is needed */
+      want_grad_bias;     /* db is needed */
   bool wants_entropy;     /* the entropy of each row is wanted */
   bool entropy_gradient;  /* with save=logits or save=stats its gradient may follow */
-  /* Set for a backward: there is a gradient of the entropy. */
-  bool has_grad_entropy;
+  bool wants_predictions; /* the argmax of each row is wanted */
   /* The logits of so many classes of each row are an output, 0 for none: those that the caller
    * gives, or, with topk, flce_candidates() of those with the largest logits. */
   int64_t row_classes;
   int64_t topk;        /* 0, or the number of classes that the caller wants of these */
   bool wants_tail;     /* FLCE_STAT_TAIL_LSE of each row is wanted */
   bool class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
-  /* Set for a backward: there are gradients of these logits, or of TAIL_LSE; of TAIL_LSE. */
-  bool has_grad_classes, has_grad_tail;
-  bool consumes_saved;    /* the backward may overwrite what the forward saved */
-  bool wants_predictions; /* the argmax of each row is wanted */
   /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
    * case. */
   bool wants_statistics;
+
+  /* ---- strategy ---- */
+
+  /* What the forward keeps for the backward. flce_plan_call replaces auto; flce_plan.save is what a
+   * call does. */
+  flce_save save;
+  bool sampled;        /* the gradient is sampled: save is samples, or auto before the choice */
+  double gradient_eps; /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
   /* For the choice of save=auto: lse, entropy or logits of classes are outputs that may be
    * differentiated; the backward adds dW to a gradient of the caller's; the call is part of a
    * compiled graph. */
   bool differentiates_outputs, accumulates, traced;
-  bool has_temperature; /* a temperature for each row is given */
-  bool unaligned;       /* x or W does not start at a multiple of 16 bytes */
+  int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
+  /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
+  int64_t kept_memory;
+  /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
+   * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
+   * chunks that fit. */
+  bool saves_memory;
+
+  /* ---- ranks ---- */
+
   /* With ranks > 1 the vocabulary is sharded over so many ranks (core/shards.c). W, b, dW and db
    * are those of this rank's classes, `vocab` of the `classes` in all, from first_class on; `vocab`
    * may be 0. Targets and class weights are those of all classes. Else the vocabulary is not
@@ -265,31 +297,28 @@ typedef struct flce_problem {
   bool input_is_sharded;
   bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
   bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
-  /* Set by flce_plan_call from the plan of an equal share, as accum_dtype is then, so that all
-   * ranks have the same chunks, row order and accumulator. 0 and false without ranks. */
+
+  /* ---- set for a backward, by the binding ---- */
+
+  /* There are gradients of the entropy; of logits of classes, or of TAIL_LSE; of TAIL_LSE. */
+  bool has_grad_entropy, has_grad_classes, has_grad_tail;
+  bool consumes_saved; /* it may overwrite what the forward saved */
+  /* It adds dW to the contents of the caller's grad_weight, whose padding rows it leaves unchanged.
+   * Not for save=grads, whose forward already computes dW. */
+  bool adds_grad_weight;
+  /* Dtype of that grad_weight: weight_dtype, or F32 if weight_dtype has 16 bits. */
+  flce_dtype added_dtype;
+  /* FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at a multiple of 16
+   * bytes. */
+  bool weight_unaligned;
+
+  /* ---- derived: set by flce_plan_call, 0 and false in what the caller passes ---- */
+
+  /* Of a rank: those of the plan of an equal share, so that all ranks have the same chunks and row
+   * order. Of a teacher: chunk_rows is the student's. */
   int64_t chunk_rows;
   bool gathers;
-  /* Set for a backward: FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at
-   * a multiple of 16 bytes. */
-  bool weight_unaligned;
-  flce_loss loss; /* parameters of the loss */
-  flce_divergence divergence;
-  double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
-  /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
-   * NULL in that problem itself. */
-  const struct flce_problem* teacher;
-  /* Of a teacher whose logits are given: input is z itself, [tokens][hidden], which has those of
-   * this rank's classes from column first_logit on. */
-  bool gives_logits;
-  int64_t first_logit;
-  int64_t teacher_bytes; /* set by flce_plan_call: of the teacher's workspace */
-  int64_t max_memory;    /* bytes: upper bound of the logits buffer, whole or of a chunk */
-  /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
-  int64_t kept_memory;
-  /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
-   * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
-   * chunks that fit. */
-  bool saves_memory;
+  int64_t teacher_bytes; /* of the teacher's workspace */
 } flce_problem;
 
 /* The most classes that topk may ask for. */

@@ -260,14 +260,30 @@ static flce_status check_teacher(const flce_problem* problem) {
          "hard_weight: expected 0 with a temperature, which the cross entropy would have too, got "
          "%s",
          number_text(hard, text));
-  return flce_check_problem(problem->teacher);
+  flce_problem teacher = *problem->teacher;
+  teacher.rows = problem->rows; /* flce_plan_teacher */
+  return flce_check_problem(&teacher);
+}
+
+flce_status flce_check_save(const flce_problem* problem) {
+  bool grads = problem->save == FLCE_SAVE_GRADS;
+  EXPECT(!grads || problem->reduction != FLCE_NONE,
+         "save: expected \"logits\", \"stats\" or \"auto\" with reduction=\"none\", got \"grads\", "
+         "which holds the gradients of one scalar");
+  EXPECT(!grads || !problem->accumulates,
+         "save: expected \"logits\", \"stats\" or \"auto\" with accumulate_into, got \"grads\", "
+         "whose forward would change the parameter's gradient");
+  EXPECT(!grads || !problem->adds_grad_weight,
+         "save: expected \"logits\" or \"stats\" where the weight's gradient is added to the "
+         "caller's, got \"grads\", whose forward would change it");
+  return FLCE_OK;
 }
 
 flce_status flce_check_problem(const flce_problem* problem) {
   long long tokens = problem->tokens, hidden = problem->hidden, vocab = problem->vocab;
   long long rows = problem->rows, weight_rows = problem->weight_rows;
   long long frozen = problem->frozen_hidden;
-  bool empty = vocab == 0 && flce_is_sharded(problem), grads = problem->save == FLCE_SAVE_GRADS;
+  bool empty = vocab == 0 && flce_is_sharded(problem);
   EXPECT(tokens >= 0, "tokens: expected at least 0, got %lld", tokens);
   EXPECT(problem->first_token >= 0 && problem->first_token <= INT64_MAX - tokens,
          "first_token: expected 0 to %lld, got %lld", (long long)(INT64_MAX - tokens),
@@ -280,15 +296,7 @@ flce_status flce_check_problem(const flce_problem* problem) {
          "frozen_hidden: expected a multiple of 8 below %lld, got %lld", hidden, frozen);
   EXPECT(rows >= 0 && rows <= tokens, "rows: expected 0 to %lld, the number of tokens, got %lld",
          tokens, rows);
-  EXPECT(!grads || problem->reduction != FLCE_NONE,
-         "save: expected \"logits\", \"stats\" or \"auto\" with reduction=\"none\", got \"grads\", "
-         "which holds the gradients of one scalar");
-  EXPECT(!grads || !problem->accumulates,
-         "save: expected \"logits\", \"stats\" or \"auto\" with accumulate_into, got \"grads\", "
-         "whose forward would change the parameter's gradient");
-  EXPECT(!grads || !problem->adds_grad_weight,
-         "save: expected \"logits\" or \"stats\" where the weight's gradient is added to the "
-         "caller's, got \"grads\", whose forward would change it");
+  FLCE_TRY(flce_check_save(problem));
   FLCE_TRY(check_sizes(problem));
   FLCE_TRY(check_added(problem));
   FLCE_TRY(check_teacher(problem));

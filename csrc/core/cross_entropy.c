@@ -12,7 +12,8 @@ static flce_rows view_logits(const flce_backend* backend, const flce_problem* pr
                    .losses = losses};
   flce_rows view = open_rows(e, 0, problem->tokens);
   view.probabilities_pitch = problem->vocab;
-  set_z(&view, (void*)tensors->input, problem->dtype, problem->vocab);
+  set_z(&view,
+        &(chunk_matrix){(void*)tensors->input, problem->dtype, problem->vocab, problem->vocab});
   return view;
 }
 
@@ -42,7 +43,8 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
                                         const flce_tensors* tensors) {
   execution e;
   flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
-  set_out(&view, tensors->grad_input, problem->dtype, problem->vocab, problem->vocab);
+  set_out(&view,
+          &(chunk_matrix){tensors->grad_input, problem->dtype, problem->vocab, problem->vocab});
   flce_upstream upstream = upstream_of(&e);
   FLCE_TRY(check_classes(problem));
   CALL(&e, row_coefficients, &view, NULL, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),

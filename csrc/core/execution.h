@@ -1,6 +1,6 @@
-/* The state of a call and of a chunk, and helpers that make the arguments of a backend's functions
- * from them: the lowest layer of the files that execute a plan. Above it are gradients.h, samples.h
- * and shards.h, and above these engine.c. */
+/* The records of a call and of a chunk, and helpers that make the arguments of a backend's
+ * functions from them: the lowest layer of the files that execute a plan. Above it are gradients.h,
+ * samples.h and shards.h, then steps.h, and above these engine.c. */
 #ifndef FLCE_EXECUTION_H
 #define FLCE_EXECUTION_H
 
@@ -9,8 +9,9 @@
 /* The state of one call. */
 typedef struct execution {
   const flce_backend* backend;
-  struct shard_call* shard;           /* shards.h; NULL unless the vocabulary is sharded */
-  const struct teacher_call* teacher; /* engine.c; NULL unless there is one */
+  unsigned pass;                   /* FLCE_IN_FORWARD or FLCE_IN_BACKWARD; 0 in cross_entropy.c */
+  struct shard_call* shard;        /* shards.h; NULL unless the vocabulary is sharded */
+  const struct execution* teacher; /* of a divergence: that of the teacher's logits, or NULL */
   /* As the row passes and GEMMs see them: the caller's or, if the vocabulary is sharded, copies
    * with targets as columns of this rank. */
   const flce_problem* problem;
@@ -21,7 +22,8 @@ typedef struct execution {
   const void* linear_weight; /* [V][plan->hidden] plan->dtype */
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
-  int64_t no_class;          /* of tensors->classes: the id that is none */
+  const int64_t* index; /* the tokens of the computed rows, if the plan gathers them, or NULL */
+  int64_t no_class;     /* of tensors->classes: the id that is none */
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -93,18 +95,26 @@ static inline flce_rows open_rows(const execution* e, int64_t first, int64_t row
   };
 }
 
-static inline void set_z(flce_rows* view, const void* z, flce_dtype dtype, int64_t pitch) {
-  view->z = z;
-  view->z_dtype = dtype;
-  view->z_pitch = view->z_columns = pitch;
+/* A matrix with a row for each row of a chunk. */
+typedef struct chunk_matrix {
+  void* data; /* NULL for none */
+  flce_dtype dtype;
+  int64_t pitch;   /* elements between rows */
+  int64_t columns; /* that are written: those from the vocabulary's end on with zeros */
+} chunk_matrix;
+
+static inline void set_z(flce_rows* rows, const chunk_matrix* z) {
+  rows->z = z->data;
+  rows->z_dtype = z->dtype;
+  rows->z_pitch = z->pitch;
+  rows->z_columns = z->columns;
 }
 
-static inline void set_out(flce_rows* view, void* out, flce_dtype dtype, int64_t pitch,
-                           int64_t columns) {
-  view->out = out;
-  view->out_dtype = dtype;
-  view->out_pitch = pitch;
-  view->out_columns = columns;
+static inline void set_out(flce_rows* rows, const chunk_matrix* out) {
+  rows->out = out->data;
+  rows->out_dtype = out->dtype;
+  rows->out_pitch = out->pitch;
+  rows->out_columns = out->columns;
 }
 
 /* The backward's upstream gradients; their vectors start at token 0. */
@@ -118,26 +128,40 @@ static inline flce_upstream upstream_of(const execution* e) {
                          .entropy_in_target = e->plan && e->plan->save == FLCE_SAVE_SAMPLES};
 }
 
-/* A buffer of the workspace; NULL where the plan has none. */
+/* A buffer of this pass's workspace; NULL where the plan has none. */
 static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
   const flce_buffer* b = &e->plan->buffers[id];
-  return b->bytes > 0 && b->offset >= 0 ? (char*)e->tensors->workspace + b->offset : NULL;
+  bool exists = (b->lifetime & e->pass) && b->offset >= 0;
+  return exists ? (char*)e->tensors->workspace + b->offset : NULL;
 }
 
-/* Consecutive computed rows whose logits are in memory at a time. */
+/* Consecutive computed rows whose logits are in memory at a time: where what belongs to them is.
+ * All of it follows from the plan and the first row (steps.h). */
 typedef struct chunk {
-  int64_t first, rows;       /* computed rows [first, first + rows) */
-  flce_buffer_id gathered_x; /* the buffer for a copy of the chunk's rows of x */
-  flce_rows view;            /* z: the result of the logits GEMM; out: E or dz */
-  const void* coef;          /* [FLCE_COEF_ROWS][N] stat dtype, indexed like the view's vectors */
-  flce_rows teacher;         /* of a divergence: the teacher's rows, with z and statistics */
-  flce_fused_call fused_teacher; /* the fused logits GEMM that made them, if one did */
+  int64_t first, rows;  /* computed rows [first, first + rows) */
+  const int64_t* index; /* their tokens, or NULL: the same */
+  void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
+  chunk_matrix z;       /* logits: the result of the logits GEMM, or what is saved of it */
+  chunk_matrix out;     /* E or dz: what the gradient GEMMs read. It may overwrite z. */
+  void* coef;           /* [FLCE_COEF_ROWS][N] stat dtype, indexed as the rows' vectors */
+  /* Of a divergence whose logits GEMM packs z of student and teacher: the teacher's, else NULL. */
+  const flce_fused_call* packed_with;
 } chunk;
+
+/* The rows of a chunk as a backend takes them: their vectors and their logits, without `out` and
+ * `coef`. */
+static inline flce_rows rows_of(const execution* e, const chunk* c) {
+  flce_rows rows = open_rows(e, e->index ? 0 : c->first, c->rows); /* an index is from token 0 on */
+  rows.index = c->index;
+  if (e->plan->dw_fp16_shift != 0) rows.input_scale = scalar(e, FLCE_SCALAR_INPUT_SCALE);
+  if (c->z.data) set_z(&rows, &c->z);
+  return rows;
+}
 
 /* x at token 0 if the chunk's rows are given by an index, else at the chunk's first row. NULL in a
  * backward that does not read x. */
-static inline const void* rows_of_input(const execution* e, const chunk* c) {
-  return optional_ptr(e->input, e->plan->gathers ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+static inline const void* input_of(const execution* e, const chunk* c) {
+  return optional_ptr(e->input, e->index ? 0 : c->first * e->plan->hidden, e->plan->dtype);
 }
 
 /* x from column frozen_hidden on: the columns that dW is computed from. */

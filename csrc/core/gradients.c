@@ -20,7 +20,6 @@ static void* dx_rows_of(const execution* e, const chunk* c) {
   return element_ptr(e->tensors->grad_input, first * e->problem->hidden, e->plan->partial_dx_dtype);
 }
 
-/* Its A operand is c->view.out, which holds E or dz. */
 flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
@@ -28,10 +27,10 @@ flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   return flce_run_gemm(e, (flce_gemm){.m = c->rows,
                                       .n = h,
                                       .k = e->problem->vocab,
-                                      .a = c->view.out,
+                                      .a = c->out.data,
                                       .b = e->linear_weight,
                                       .c = own ? own : dx_rows_of(e, c),
-                                      .pitch_a = c->view.out_pitch,
+                                      .pitch_a = c->out.pitch,
                                       .pitch_b = h,
                                       .pitch_c = h,
                                       .c_dtype = e->plan->dx_gemm_dtype,
@@ -47,7 +46,7 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
   void *own = buffer_ptr(e, FLCE_BUF_DX_ROWS), *dx = dx_rows_of(e, c), *result = own ? own : dx;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !own) return FLCE_OK;
-  flce_rows finished = c->view;
+  flce_rows finished = rows_of(e, c);
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input,
        &(flce_grad_input_args){.dx = dx,
@@ -58,7 +57,7 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
                                .dtype = plan->dtype,
                                .rows = &finished,
                                .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
-                               .x = rows_of_input(e, c),
+                               .x = input_of(e, c),
                                .scaled_x = exp_form ? scaled_input(e) : NULL,
                                .hidden = h,
                                .cols = cols});
@@ -89,7 +88,7 @@ static flce_status row_weights(const execution* e, const chunk* c, const void** 
                                .out_pitch = 1,
                                .x = *weights,
                                .dtype = e->stat,
-                               .index = c->view.index,
+                               .index = c->index,
                                .rows = c->rows,
                                .hidden = 1});
   *weights = gathered;
@@ -101,7 +100,7 @@ static flce_status weight_and_bias(const execution* e, const chunk* c, const flc
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   flce_count_gemm();
-  CALL(e, grad_weight_gemm, gemm, c->view.index, weights, buffer_ptr(e, FLCE_BUF_DB_PARTS),
+  CALL(e, grad_weight_gemm, gemm, c->index, weights, buffer_ptr(e, FLCE_BUF_DB_PARTS),
        c->first > 0);
   return FLCE_OK;
 }
@@ -111,7 +110,7 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  const void* x = rows_of_input(e, c);
+  const void* x = input_of(e, c);
   void* scaled = scaled_input(e);
   if (scaled && !(exp_form && e->problem->want_grad_input))
     CALL(e, scale_rows,
@@ -120,7 +119,7 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
                                  .x = x,
                                  .dtype = plan->dtype,
                                  .coef = coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID),
-                                 .index = c->view.index,
+                                 .index = c->index,
                                  .rows = c->rows,
                                  .hidden = h});
   if (scaled) x = scaled;
@@ -128,10 +127,10 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
                     .n = width,
                     .k = c->rows,
                     .transpose_a = true,
-                    .a = c->view.out,
+                    .a = c->out.data,
                     .b = element_ptr(x, h - width, plan->dtype),
                     .c = dw_accum(e),
-                    .pitch_a = c->view.out_pitch,
+                    .pitch_a = c->out.pitch,
                     .pitch_b = h,
                     .pitch_c = width,
                     .dtype = plan->dtype,
@@ -144,7 +143,7 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
   void* block = buffer_ptr(e, FLCE_BUF_DW_BLOCK);
   for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
     gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;
-    gemm.a = element_ptr(c->view.out, j, plan->dtype);
+    gemm.a = element_ptr(c->out.data, j, plan->dtype);
     gemm.c = block;
     gemm.c_dtype = plan->dtype;
     gemm.beta = 0.0;
@@ -166,9 +165,9 @@ static flce_status bias_gradient(const execution* e, const chunk* c) {
   FLCE_TRY(row_weights(e, c, &weights));
   CALL(e, column_sum,
        &(flce_column_sum_args){.out = buffer_ptr(e, FLCE_BUF_DB_ACCUM),
-                               .a = c->view.out,
+                               .a = c->out.data,
                                .a_dtype = e->plan->dtype,
-                               .pitch = c->view.out_pitch,
+                               .pitch = c->out.pitch,
                                .rows = c->rows,
                                .cols = e->problem->vocab,
                                .weights = weights,

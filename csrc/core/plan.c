@@ -1,8 +1,10 @@
 /* flce_plan_make: what follows from the device's facts and the problem, whose `save` is no longer
  * auto (strategy.c): form, dtypes, kernels of the row passes, buffers and their offsets. Pure: no
  * allocation, no device call. The number of rows of a chunk is chosen in chunks.c. */
-#include "core/plan_rules.h"
+#include "core/plan.h"
+
 #include "core/plan_counts.h"
+#include "core/plan_rules.h"
 
 #include "backend.h"
 #include "loss.h"
@@ -28,12 +30,6 @@ enum {
   /* Bytes of FLCE_BUF_DW_BLOCK: add_block reads it from the cache. */
   DW_BLOCK_BYTES = 4 << 20,
 };
-
-/* True if the forward computes only statistics: nothing reads its logits or E. */
-static bool only_statistics(const flce_plan* plan) {
-  bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
-  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
-}
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
 static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype) {
@@ -231,8 +227,9 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   return facts->fused_writes_z && !gives_e;
 }
 
-/* The logits, what overwrites them, and what is saved of them. */
-static void choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+/* The dtypes and leading dimensions of the logits, of what overwrites them, and of what is saved.
+ */
+static void choose_matrices(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool narrow = (exp_form || plan->draws) && plan->dtype == FLCE_F16;
   plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
@@ -283,7 +280,14 @@ static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, f
     sum_dw_in(flce_stat_dtype(plan->dtype), problem, facts, plan);
 }
 
-void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+/* The form of the forward, and in a backward with gradients that E cannot give: dz. */
+static flce_form choose_form_of_pass(const flce_problem* problem, flce_dtype dtype) {
+  bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
+                  problem->save != FLCE_SAVE_SAMPLES;
+  return needs_dz ? FLCE_FORM_DZ : choose_form(problem, dtype);
+}
+
+void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
   plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
   plan->weight_hidden = plan->hidden - problem->frozen_hidden;
@@ -292,17 +296,19 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   plan->sums_tail = problem->wants_tail;
   plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
   plan->draws = plan->compares && problem->sampled && plan->save == FLCE_SAVE_GRADS;
-  flce_form forward = choose_form(problem, plan->dtype);
-  bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
-                  problem->save != FLCE_SAVE_SAMPLES;
-  plan->form = needs_dz ? FLCE_FORM_DZ : forward;
-  choose_logits(problem, facts, plan);
+  plan->form = choose_form_of_pass(problem, plan->dtype);
+  choose_matrices(problem, facts, plan);
   plan->dz_in_saved =
       problem->consumes_saved && plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ;
+}
+
+void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  flce_choose_logits(problem, facts, plan);
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
-  plan->gathers = problem->rows < problem->tokens || (skips && forward == FLCE_FORM_EXP);
+  bool forward_exp = choose_form(problem, plan->dtype) == FLCE_FORM_EXP;
+  plan->gathers = problem->rows < problem->tokens || (skips && forward_exp);
   plan->keeps_statistics =
       problem->wants_statistics || problem->class_gradient || backward_reads_statistics(plan);
   plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
@@ -546,6 +552,12 @@ static void assign_offsets(flce_plan* plan) {
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   memset(plan, 0, sizeof *plan);
   FLCE_TRY(flce_check_problem(problem));
+  return flce_plan_checked(problem, facts, plan);
+}
+
+flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
+                              flce_plan* plan) {
+  memset(plan, 0, sizeof *plan);
   plan->save = problem->save;
   plan->rows = problem->rows;
   flce_choose_dtypes(problem, facts, plan);

@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "core/chunks.h"
+#include "core/plan.h"
 
 /* The facts of the backend for the problem. A rank without a class asks for one
  * class: backends refuse vocab 0. */
@@ -38,7 +39,7 @@ flce_status flce_plan_teacher(const flce_backend* backend, const flce_problem* s
   }
   problem.chunk_rows = chunk_rows;
   problem.max_memory = INT64_MAX; /* the student's plan has seen to it */
-  return flce_plan_make(&problem, &facts, plan);
+  return flce_plan_checked(&problem, &facts, plan);
 }
 
 /* The plan; that of a divergence has the workspace of its teacher, whose chunks follow from it. */
@@ -46,11 +47,11 @@ static flce_status make_with_teacher(const flce_backend* backend, const flce_pro
                                      const flce_facts* facts, flce_plan* plan) {
   flce_problem problem = *given;
   flce_plan teacher;
-  FLCE_TRY(flce_plan_make(&problem, facts, plan));
+  FLCE_TRY(flce_plan_checked(&problem, facts, plan));
   if (!problem.teacher) return FLCE_OK;
   FLCE_TRY(flce_plan_teacher(backend, &problem, plan->chunk_rows, &teacher));
   problem.teacher_bytes = teacher.forward_workspace_bytes;
-  return flce_plan_make(&problem, facts, plan);
+  return flce_plan_checked(&problem, facts, plan);
 }
 
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
@@ -63,9 +64,10 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   FLCE_TRY(ask_facts(backend, &equal, &facts));
   flce_choose_strategy(&equal, &facts, &strategy);
   problem.save = equal.save = flce_strategy_of(&strategy, problem.rows);
+  FLCE_TRY(flce_check_save(&problem));
   if (!flce_is_sharded(given)) return make_with_teacher(backend, &problem, &facts, plan);
   equal.gathers = facts.skips_rows;
-  FLCE_TRY(flce_plan_make(&equal, &facts, plan));
+  FLCE_TRY(flce_plan_checked(&equal, &facts, plan));
   problem.gathers = plan->gathers;
   problem.chunk_rows = plan->chunk_rows;
   problem.accum_dtype = plan->accum_dtype;
@@ -121,7 +123,6 @@ flce_status flce_plan_step(const flce_backend* backend, const flce_problem* give
                            flce_plan* plan) {
   bool wants = given->want_grad_input || given->want_grad_weight || given->want_grad_bias;
   bool later = given->save == FLCE_SAVE_STATS || given->reduction == FLCE_NONE;
-  FLCE_TRY(flce_check_problem(given));
   if (given->teacher && wants && later) return plan_two_calls(backend, given, plan);
   FLCE_TRY(flce_plan_call(backend, given, plan));
   if (!given->class_gradient || !flce_has_backward(plan->save)) return FLCE_OK;

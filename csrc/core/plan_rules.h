@@ -8,6 +8,11 @@ static inline bool makes_gradients(const flce_problem* problem) {
   return problem->save != FLCE_SAVE_NOTHING &&
          (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
 }
+/* True if the forward computes only statistics: nothing reads its logits or E. */
+static inline bool only_statistics(const flce_plan* plan) {
+  bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
+}
 /* True if gradients are sums over lists, not GEMMs. */
 static inline bool draws_samples(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_SAMPLES || plan->draws;

@@ -21,8 +21,10 @@ flce_status flce_sample_chunk(const execution* e, const chunk* c) {
          c->rows * flce_sample_pitch(problem->gradient_eps) * (int64_t)sizeof(int32_t));
     return FLCE_OK;
   }
+  flce_rows rows = rows_of(e, c);
+  set_out(&rows, &c->out);
   CALL(e, sample_rows,
-       &(flce_sample_rows_args){.rows = &c->view,
+       &(flce_sample_rows_args){.rows = &rows,
                                 .lists = list_of_row(e, c->first),
                                 .eps = problem->gradient_eps,
                                 .bits = flce_sample_bits(classes),
@@ -33,7 +35,7 @@ flce_status flce_sample_chunk(const execution* e, const chunk* c) {
 
 /* The rows of all tokens with their coefficients. */
 static flce_rows with_coef(const execution* e, const chunk* all) {
-  flce_rows rows = all->view;
+  flce_rows rows = rows_of(e, all);
   rows.coef = all->coef;
   rows.wants_entropy = e->tensors->grad_entropy != NULL;
   return rows;

@@ -109,6 +109,7 @@ flce_status flce_open_shard(execution* e, bool reads_input) {
   shard->tensors.target = target;
   shard->tensors.class_weight =
       optional_ptr(e->tensors->class_weight, problem->first_class, e->stat);
+  if (!shard->local_scalars) shard->local_scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS);
   FLCE_TRY(choose_partial_dx(e));
   FLCE_TRY(gather_input(e, reads_input));
   CALL(e, shard_targets,
@@ -150,38 +151,40 @@ flce_status flce_prepare(const execution* e, void* order, bool overlaps) {
   return FLCE_OK;
 }
 
-void flce_enable_partial_sums(const execution* e, flce_rows* view) {
-  if (!e->shard) return;
+flce_rows flce_local_rows(const execution* e, const chunk* c) {
+  flce_rows rows = rows_of(e, c);
+  if (!e->shard) return rows;
   /* With label_smoothing 1 and no other term a row's loss is the mean of w_j (LSE - l_j) over this
    * rank's classes, from which FLCE_SHARD_STAT_SMOOTHING follows. */
-  view->options.label_smoothing = view->options.label_smoothing > 0.0 ? 1.0 : 0.0;
-  view->options.z_loss = 0.0;
-  view->token_weight = NULL;
-  view->scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS);
+  rows.options.label_smoothing = rows.options.label_smoothing > 0.0 ? 1.0 : 0.0;
+  rows.options.z_loss = 0.0;
+  rows.token_weight = NULL;
+  rows.scalars = e->shard->local_scalars;
+  return rows;
 }
 
 /* The chunk's rows in the whole vocabulary. */
-static flce_rows whole_view(const execution* e, const chunk* c) {
-  flce_rows view = c->view;
-  view.vocab = e->shard->caller_problem->classes;
-  view.target = e->shard->caller_tensors->target + (e->plan->gathers ? 0 : c->first);
-  view.class_weight = e->shard->caller_tensors->class_weight;
-  view.options = e->shard->caller_problem->loss;
-  view.z_dtype = e->stat;
-  return view;
+static flce_rows whole_rows(const execution* e, const chunk* c) {
+  flce_rows rows = rows_of(e, c);
+  rows.vocab = e->shard->caller_problem->classes;
+  rows.target = e->shard->caller_tensors->target + (e->index ? 0 : c->first);
+  rows.class_weight = e->shard->caller_tensors->class_weight;
+  rows.options = e->shard->caller_problem->loss;
+  rows.z_dtype = e->stat;
+  return rows;
 }
 
 flce_status flce_row_coefficients(const execution* e, const chunk* c, const flce_upstream* upstream,
                                   const void* factor) {
-  flce_rows rows = e->shard ? whole_view(e, c) : c->view;
+  flce_rows rows = e->shard ? whole_rows(e, c) : rows_of(e, c);
   flce_shard classes = own_classes(e);
-  CALL(e, row_coefficients, &rows, e->shard ? &classes : NULL, upstream, factor, (void*)c->coef);
+  CALL(e, row_coefficients, &rows, e->shard ? &classes : NULL, upstream, factor, c->coef);
   return FLCE_OK;
 }
 
 flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c) {
   if (!e->shard) return FLCE_OK;
-  flce_rows view = whole_view(e, c);
+  flce_rows rows = whole_rows(e, c);
   int count = flce_shard_stat_count(e->problem);
   int64_t bytes = count * c->rows * flce_size_of(e->stat);
   char *all = buffer_ptr(e, FLCE_BUF_SHARD_STATS), *own_block = all + e->problem->rank * bytes;
@@ -190,10 +193,10 @@ flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c)
   CALL(e, pack_statistics,
        &(flce_pack_args){.shard_stats = sent,
                          .count = count,
-                         .rows = &view,
+                         .rows = &rows,
                          .shard = own_classes(e),
                          .scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS),
-                         .x = rows_of_input(e, c),
+                         .x = input_of(e, c),
                          .w = e->linear_weight,
                          .bias = e->bias,
                          .dtype = e->plan->dtype,
@@ -205,9 +208,9 @@ flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c)
 flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c) {
   if (!e->shard) return FLCE_OK;
   FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_STATISTICS));
-  flce_rows view = whole_view(e, c);
+  flce_rows rows = whole_rows(e, c);
   CALL(e, merge_statistics,
-       &(flce_merge_args){.rows = &view,
+       &(flce_merge_args){.rows = &rows,
                           .shard = own_classes(e),
                           .shard_stats = buffer_ptr(e, FLCE_BUF_SHARD_STATS),
                           .count = flce_shard_stat_count(e->problem),
@@ -224,7 +227,7 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
   const flce_collective_id id = FLCE_ALL_GATHER_STATISTICS;
   int64_t count = FLCE_DIVERGENCE_SUMS * c->rows, bytes = count * flce_size_of(e->stat);
   char *sums = buffer_ptr(e, FLCE_BUF_DIVERGENCE), *received = sums + bytes;
-  flce_rows whole = whole_view(e, c);
+  flce_rows whole = whole_rows(e, c);
   void* sent;
   call->partial = sums;
   call->writes = false;

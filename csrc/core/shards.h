@@ -15,6 +15,9 @@ typedef struct shard_call {
   const flce_tensors* caller_tensors; /* the same */
   flce_problem problem;               /* e->problem: targets are columns of this rank */
   flce_tensors tensors;               /* e->tensors: x of all tokens, targets as above */
+  /* Those of this rank's classes: FLCE_BUF_SHARD_SCALARS, or the call's for a divergence's teacher,
+   * which has no loss. */
+  const void* local_scalars;
 } shard_call;
 
 /* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies; of one rank
@@ -25,8 +28,9 @@ flce_status flce_open_shard(execution* e, bool reads_input);
 flce_status flce_close_shard(const execution* e, flce_status status);
 /* The backend's prepare: for all classes, and for this rank's. */
 flce_status flce_prepare(const execution* e, void* order, bool overlaps);
-/* Makes the passes over this rank's classes compute the sums that the ranks exchange. */
-void flce_enable_partial_sums(const execution* e, flce_rows* view);
+/* The rows for the passes over this rank's classes: these compute the sums that the ranks exchange.
+ */
+flce_rows flce_local_rows(const execution* e, const chunk* c);
 /* The backend's row_coefficients: in the whole vocabulary. */
 flce_status flce_row_coefficients(const execution* e, const chunk* c, const flce_upstream* upstream,
                                   const void* factor);

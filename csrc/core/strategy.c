@@ -2,6 +2,7 @@
  * Pure, as plan.c. */
 #include "backend.h"
 #include "core/chunks.h"
+#include "core/plan.h"
 
 /* Up to this size of the weight, in bytes, gradients are made in the forward even if the logits
  * fit: an H200 scales such a gradient faster than the backward launches a kernel
@@ -38,7 +39,7 @@ void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
   if (strategy->few != FLCE_SAVE_AUTO) return;
   problem.save = FLCE_SAVE_LOGITS;
   flce_plan kept = {.save = FLCE_SAVE_LOGITS};
-  flce_choose_dtypes(&problem, facts, &kept);
+  flce_choose_logits(&problem, facts, &kept);
   bool gpu = facts->multiprocessors > 0;
   /* The forward must not make gradients in three cases: the backward adds to the caller's; a
    * compiled backward gets zeros in place of no gradient of lse or entropy, and would compute all

@@ -538,6 +538,10 @@ static void test_refusals(void) {
         "a target out of range gives %s", flce_status_name(status));
   CHECK(strstr(flce_last_error(), "target[4] is 67: expected 0 <= target < 67"), "the sentence: %s",
         flce_last_error());
+  plan.save = FLCE_SAVE_AUTO;
+  CHECK(flce_forward(&b, NULL, &s.problem, &plan, &t) == FLCE_INVALID_ARGUMENT &&
+            strstr(flce_last_error(), "plan: expected a strategy in save, got 5"),
+        "a plan without a strategy: %s", flce_last_error());
   free(t.scalars), free(t.workspace);
   free_model(&m);
 }

@@ -1,0 +1,14 @@
+/* The parts of flce_plan_make and flce_choose_dtypes that strategy.c and plan_call.c need. */
+#ifndef FLCE_PLAN_H
+#define FLCE_PLAN_H
+
+#include "flce.h"
+
+/* flce_choose_dtypes without what gradients need: what a problem's logits and what is saved of them
+ * are. plan->save is set. */
+void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
+/* flce_plan_make of a problem that flce_check_problem has accepted. */
+flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
+                              flce_plan* plan);
+
+#endif
