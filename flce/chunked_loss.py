@@ -4,31 +4,25 @@ time."""
 import contextlib
 import math
 import typing
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree
+from typing_extensions import Unpack, overload
 
 from . import calls, class_losses, composite, fakes, functional, validate
 from .accumulate import Accumulator
 from .autograd import ScaledGradients
 from .modes import autocast_code
-from .options import (
-    GRADIENTS,
-    WIDE_SUM_CHUNKS,
-    all_classes,
-    check_names,
-    code_of,
-    gemm_dtype,
-    show_options,
-    split,
-)
+from .options import Entropy, LinearLossOptions, check_names, defaults, show_options
+from .packing import GRADIENTS, WIDE_SUM_CHUNKS, all_classes, code_of, gemm_dtype, split
 from .plan import plan
 from .targets import check_offsets, shifted_target
 from .validate import refuse
 
-_KNOWN = {**functional.OF_LOGPROBS, "accumulate_into": None}
-for _name in ("cu_seqlens", "valid_bound", "save"):
-    del _KNOWN[_name]
+_KNOWN = defaults(LinearLossOptions)
+_Values = typing.TypeVar("_Values")
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
@@ -36,18 +30,71 @@ _OF_ROWS = ("input", "adapter_input")
 _OF_PLAN = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
 
 
+@overload
 def linear_loss(
-    input,
-    linear_weight,
-    target,
-    loss_fn,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, None, slice], Tensor],
     *,
-    rows=None,
-    cu_seqlens=None,
-    entropy=None,
-    tail=False,
-    **options,
-):
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: None = None,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> Tensor: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, None, slice], tuple[Tensor, _Values]],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: None = None,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> tuple[Tensor, _Values]: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, Tensor, slice], Tensor],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: Entropy,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> Tensor: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, Tensor, slice], tuple[Tensor, _Values]],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: Entropy,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> tuple[Tensor, _Values]: ...
+@show_options
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[..., object],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: Entropy | None = None,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> object:
     """Any loss of the log-probabilities, in three GEMMs and with the logits of one chunk of rows.
 
     The gradient of ``loss_fn(logprobs, entropy, rows)`` is taken chunk by chunk in the forward; the
@@ -404,6 +451,3 @@ class _Chunks:
                 leaves = map(self.operands.get, names)
                 parts.append(ScaledGradients.apply(*leaves, outputs, None, True, accumulator))
         return sum(parts[1:], parts[0])
-
-
-show_options(linear_loss, _KNOWN)

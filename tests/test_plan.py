@@ -12,7 +12,8 @@ import torch
 import flce
 from flce import options as table
 from flce.fakes import describe_sizes
-from flce.options import CHOICES, DTYPES, RETURNS, Gradients, OfCall, split
+from flce.options import CHOICES, DTYPES, RETURNS
+from flce.packing import Gradients, OfCall, split
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
