@@ -17,7 +17,8 @@ from . import reference
 from .chunked_loss import linear_loss
 from .distillation import linear_divergence
 from .distributed import VocabParallel
-from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
+from .functional import cross_entropy, linear_cross_entropy
+from .logprobs import linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput, TopLogprobs
 from .plan import Plan, plan

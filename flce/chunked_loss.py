@@ -14,6 +14,7 @@ from typing_extensions import Unpack, overload
 from . import calls, class_losses, composite, fakes, functional, validate
 from .accumulate import Accumulator
 from .autograd import ScaledGradients
+from .logprobs import check_logprobs, logprobs_of
 from .modes import autocast_code
 from .options import Entropy, LinearLossOptions, check_names, defaults, show_options
 from .packing import GRADIENTS, WIDE_SUM_CHUNKS, all_classes, code_of, gemm_dtype, split
@@ -212,7 +213,7 @@ def _check_kinds(operands, target, loss_fn, cu_seqlens, outputs, options):
     for name, value in arguments.items():
         if validate.is_dtensor(value):
             refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
-    functional.check_logprobs(target, outputs.entropy)
+    check_logprobs(target, outputs.entropy)
     validate.check_flag("tail", outputs.tail)
     if not callable(loss_fn):
         refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
@@ -399,7 +400,7 @@ class _Chunks:
                 of_classes = call, *operands, options, self.outputs.tail
                 return (class_losses.logprobs_at(*of_classes), None), rows
             entropy = self.outputs.entropy
-            return functional.logprobs_of(*operands, entropy, 0, options, call=call), rows
+            return logprobs_of(*operands, entropy, 0, options, call=call), rows
 
     def none(self):
         """The list of the loss of no row, after the checks that a chunk's call makes."""

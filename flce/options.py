@@ -395,8 +395,9 @@ def _option_of(annotated):
     return option
 
 
-_TYPES = types_of(Options)
-OPTIONS = {name: _option_of(kind) for name, kind in _TYPES.items() if name not in RETURNS}
+OPTIONS = {
+    name: _option_of(kind) for name, kind in types_of(Options).items() if name not in RETURNS
+}
 
 
 def defaults(options=Options):
@@ -432,13 +433,10 @@ def show_options(function: _Function) -> _Function:
     signature = inspect.signature(function)
     *parameters, others = signature.parameters.values()
     (options,) = typing.get_args(others.annotation)
-    for name, kind in types_of(options).items():
-        kind, default = kind.__origin__, _option_of(kind).default
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    for name, annotated in types_of(options).items():
+        kind, default = annotated.__origin__, _option_of(annotated).default
         kind = getattr(kind, "__forward_arg__", kind)
-        parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-            )
-        )
+        parameters.append(inspect.Parameter(name, by_name, default=default, annotation=kind))
     function.__signature__ = signature.replace(parameters=parameters)
     return function

@@ -159,7 +159,7 @@ def test_a_signature_shows_options_with_their_types(function):
     assert inspect.signature(function).return_annotation is not inspect.Signature.empty
 
 
-CORE_MODULES = [flce.functional, flce.chunked_loss, flce.reference, flce.modules]
+CORE_MODULES = [flce.functional, flce.logprobs, flce.chunked_loss, flce.reference, flce.modules]
 OVERLOADED = {
     (module.__name__, name): getattr(module, name)
     for module in CORE_MODULES
