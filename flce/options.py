@@ -49,7 +49,10 @@ class Option(typing.NamedTuple):
 
 class _Bias(TypedDict, total=False):
     linear_bias: Annotated[Tensor | None, Option(None, "Tensor?")]
-    # Not of a Module: a fixed seed would repeat one draw in every step.
+
+
+# Not of a Module: a fixed seed would repeat one draw in every step.
+class _Seed(TypedDict, total=False):
     gradient_seed: Annotated[int | Tensor | None, Option(None, "Tensor?")]
 
 
@@ -158,7 +161,7 @@ class _Terms(_Reduction, _Smoothing, _ZLoss): ...
 class _OfLogits(_Curve, _Terms, _Factors): ...
 
 
-class _OfHead(_Bias, _Adapter, _Curve, _Padding, _Computation, _LogitsDtype): ...
+class _OfHead(_Bias, _Adapter, _Curve, _Padding, _Computation, _LogitsDtype, _Seed): ...
 
 
 class _OfRows(_OfHead, _Bound, _Save): ...
@@ -211,6 +214,7 @@ class DivergenceOptions(
     _Save,
     _Accumulates,
     _Sharded,
+    _Seed,
 ):
     """Of flce.linear_divergence, after its named arguments."""
 

@@ -2,6 +2,7 @@
 or import from which, and that nothing does in a circle."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -138,7 +139,8 @@ def imports_of(name):
     alone."""
     package = name.split(".") if MODULES[name].stem == "__init__" else name.split(".")[:-1]
     tree = ast.parse(MODULES[name].read_text())
-    tree.body = [node for node in tree.body if not is_for_checkers(node)]
+    parts = (node.orelse if is_for_checkers(node) else [node] for node in tree.body)
+    tree.body = [*itertools.chain(*parts)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]

@@ -12,6 +12,7 @@ from ..options import OF_DIVERGENCE, check_names
 from ..packing import code_of, ignore_index_of
 
 Tail = Literal["class", "renormalize"]
+TAILS = typing.get_args(Tail)
 _NOTHING = -1e4  # log-probability of an absent class: finite, so 0 times it is 0; its exp is 0
 
 
@@ -49,8 +50,8 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     caller = {"call": "linear_divergence of K classes", "ids": ids, "teacher_logits": logprobs}
     caller |= {"divergence": divergence, "beta": beta, "tail": tail, **options}
     options = dict(options)
-    if tail not in (tails := typing.get_args(Tail)):
-        validate.refuse("tail", f"one of {tails}", repr(tail))
+    if tail not in TAILS:
+        validate.refuse("tail", f"one of {TAILS}", repr(tail))
     if not 0.0 < validate.check_number("beta", beta) < 1.0:
         validate.refuse("beta", "0 < beta < 1", beta)
     known = {n: o for n, o in OF_DIVERGENCE.items() if n not in ("shift", "cu_seqlens")}
