@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from flce.options import parse_bytes
+from flce.packing import parse_bytes
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # its jsd_beta

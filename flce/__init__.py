@@ -1,6 +1,7 @@
 """flce: fused linear + cross entropy for PyTorch. The public names."""
 
 import importlib
+import typing
 
 import torch
 
@@ -16,7 +17,8 @@ from . import reference
 from .chunked_loss import linear_loss
 from .distillation import linear_divergence
 from .distributed import VocabParallel
-from .functional import cross_entropy, linear_cross_entropy, linear_logprobs, linear_logprobs_at
+from .functional import cross_entropy, linear_cross_entropy
+from .logprobs import linear_logprobs, linear_logprobs_at
 from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
 from .options import LinearCrossEntropyOutput, TopLogprobs
 from .plan import Plan, plan
@@ -48,14 +50,19 @@ __all__ = [
 _LATER = {"explain": ".fusion", "fuse": ".fusion"}
 _LATER["VocabParallelHead"] = ".distributed.vocab_parallel_head"
 
+if typing.TYPE_CHECKING:
+    from . import compat, integrations
+    from .distributed.vocab_parallel_head import VocabParallelHead
+    from .fusion import explain, fuse
+else:
 
-def __getattr__(name):
-    """Imports on first access what depends on flce or takes long to import."""
-    if name in ("compat", "integrations"):
-        return importlib.import_module(f".{name}", __name__)
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        """Imports on first access what depends on flce or takes long to import."""
+        if name in ("compat", "integrations"):
+            return importlib.import_module(f".{name}", __name__)
+        if name in _LATER:
+            return getattr(importlib.import_module(_LATER[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():

@@ -3,7 +3,8 @@
 import torch
 
 from . import fakes, validate
-from .options import DTYPES, code_of
+from .options import DTYPES
+from .packing import code_of
 
 _ALIGNMENT = 8  # columns: flce_problem.frozen_hidden is a multiple of it
 

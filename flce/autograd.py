@@ -15,7 +15,7 @@ import torch
 
 from . import calls, torch_private
 from .operators import inner, library, run, variants
-from .options import GRADIENTS, gemm_dtype
+from .packing import GRADIENTS, gemm_dtype
 
 
 def _register_autograd(name, apply, call=None):

@@ -11,7 +11,8 @@ import torch
 
 from . import operators
 from .operators import inner
-from .options import CHOICES, replaced, value_of
+from .options import CHOICES
+from .packing import replaced, value_of
 
 Optional = torch.Tensor | None
 COUNTED = -1  # csrc/binding/call.h: kCountedRows

@@ -4,31 +4,26 @@ time."""
 import contextlib
 import math
 import typing
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree
+from typing_extensions import Unpack, overload
 
 from . import calls, class_losses, composite, fakes, functional, validate
 from .accumulate import Accumulator
 from .autograd import ScaledGradients
+from .logprobs import check_logprobs, logprobs_of
 from .modes import autocast_code
-from .options import (
-    GRADIENTS,
-    WIDE_SUM_CHUNKS,
-    all_classes,
-    check_names,
-    code_of,
-    gemm_dtype,
-    show_options,
-    split,
-)
+from .options import Entropy, LinearLossOptions, check_names, defaults, show_options
+from .packing import GRADIENTS, WIDE_SUM_CHUNKS, all_classes, code_of, gemm_dtype, split
 from .plan import plan
 from .targets import check_offsets, shifted_target
 from .validate import refuse
 
-_KNOWN = {**functional.OF_LOGPROBS, "accumulate_into": None}
-for _name in ("cu_seqlens", "valid_bound", "save"):
-    del _KNOWN[_name]
+_KNOWN = defaults(LinearLossOptions)
+_Values = typing.TypeVar("_Values")
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
@@ -36,18 +31,71 @@ _OF_ROWS = ("input", "adapter_input")
 _OF_PLAN = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
 
 
+@overload
 def linear_loss(
-    input,
-    linear_weight,
-    target,
-    loss_fn,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, None, slice], Tensor],
     *,
-    rows=None,
-    cu_seqlens=None,
-    entropy=None,
-    tail=False,
-    **options,
-):
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: None = None,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> Tensor: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, None, slice], tuple[Tensor, _Values]],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: None = None,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> tuple[Tensor, _Values]: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, Tensor, slice], Tensor],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: Entropy,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> Tensor: ...
+@overload
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Tensor, Tensor, slice], tuple[Tensor, _Values]],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: Entropy,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> tuple[Tensor, _Values]: ...
+@show_options
+def linear_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    loss_fn: Callable[..., object],
+    *,
+    rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    entropy: Entropy | None = None,
+    tail: bool = False,
+    **options: Unpack[LinearLossOptions],
+) -> object:
     """Any loss of the log-probabilities, in three GEMMs and with the logits of one chunk of rows.
 
     The gradient of ``loss_fn(logprobs, entropy, rows)`` is taken chunk by chunk in the forward; the
@@ -165,7 +213,7 @@ def _check_kinds(operands, target, loss_fn, cu_seqlens, outputs, options):
     for name, value in arguments.items():
         if validate.is_dtensor(value):
             refuse(name, "a plain tensor; vocab_parallel divides the classes", "a DTensor")
-    functional.check_logprobs(target, outputs.entropy)
+    check_logprobs(target, outputs.entropy)
     validate.check_flag("tail", outputs.tail)
     if not callable(loss_fn):
         refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
@@ -352,7 +400,7 @@ class _Chunks:
                 of_classes = call, *operands, options, self.outputs.tail
                 return (class_losses.logprobs_at(*of_classes), None), rows
             entropy = self.outputs.entropy
-            return functional.logprobs_of(*operands, entropy, 0, options, call=call), rows
+            return logprobs_of(*operands, entropy, 0, options, call=call), rows
 
     def none(self):
         """The list of the loss of no row, after the checks that a chunk's call makes."""
@@ -404,6 +452,3 @@ class _Chunks:
                 leaves = map(self.operands.get, names)
                 parts.append(ScaledGradients.apply(*leaves, outputs, None, True, accumulator))
         return sum(parts[1:], parts[0])
-
-
-show_options(linear_loss, _KNOWN)

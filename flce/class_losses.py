@@ -9,10 +9,11 @@ import torch
 
 from . import composite, validate
 from .modes import is_traced
-from .options import RETURNS, defaults, ignore_index_of
+from .options import defaults
 from .outputs import mean_of
+from .packing import ignore_index_of
 
-_DEFAULTS = {**defaults(), **dict.fromkeys(RETURNS, False)}
+_DEFAULTS = defaults()
 
 
 def check_ids(name, ids):

@@ -18,14 +18,12 @@ from .options import (
     OPTIONS,
     OUTPUTS,
     RETURNS,
-    Gradients,
     LinearCrossEntropyOutput,
-    OfCall,
-    Shard,
-    replaced,
-    split,
+    LogitsOptions,
+    types_of,
 )
 from .outputs import results
+from .packing import Gradients, OfCall, Shard, replaced, split
 from .targets import shifted_target
 
 # Between the seeds of one rank and the next: the draws of the ranks' classes in a row have to be
@@ -307,7 +305,7 @@ def _register(name, function, operands, options, has_outputs=True):
         operators.library.impl(registered, kernel, "CompositeImplicitAutograd")
 
 
-_of_logits = {name: option for name, option in OPTIONS.items() if option.of_logits}
+_of_logits = {name: row for name, row in OPTIONS.items() if name in types_of(LogitsOptions)}
 _of_linear = "Tensor input, Tensor linear_weight, Tensor target"
 _register("linear_cross_entropy", linear_cross_entropy_of, _of_linear, OPTIONS)
 _teacher = "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, "

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import calls, torch_private
 from .operators import SCALARS, STATS, inner, library, run_plain, variants
-from .options import CHOICES, DTYPES, GRADIENTS, INTEGERS, NUMBERS, code_of
+from .options import CHOICES, DTYPES
+from .packing import GRADIENTS, INTEGERS, NUMBERS, code_of
 from .validate import (
     check_same_device,
     check_shape,

@@ -1,28 +1,26 @@
-"""The public functions: loss of a linear head, loss of given logits, log-probabilities."""
+"""The public functions of one call: loss of a linear head, loss of given logits."""
 
 import numbers
 import typing
 
 import torch
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from typing_extensions import Unpack, overload
 
-from . import accumulate, class_losses, composite, sharding, validate
+from . import accumulate, class_losses, composite, packing, sharding, validate
 from . import options as table
 from .modes import autocast_code
+from .options import LinearCrossEntropyOutput, show_options
 
-_RETURNS = dict.fromkeys(table.RETURNS, False)
-_ALL = {**table.defaults(), **_RETURNS}
-_OF_LOGITS = {**table.defaults("of_logits"), **_RETURNS}
-# Neither log p nor the entropy depends on these.
-_OF_LOSSES = ("weight", "reduction", "label_smoothing", "options", "z_loss", "token_weight")
-_OF_LOSSES += ("num_items", "accumulate_into", "classes", "topk")
+_ALL = table.defaults(table.Options)
+_OF_LOGITS = table.defaults(table.LogitsOptions)
 _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
-OF_LOGPROBS = {name: value for name, value in table.defaults().items() if name not in _OF_LOSSES}
 _IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
 _OPTIONAL = {"teacher_weight", "teacher_bias", "teacher_temperature"}
-_OPTIONAL |= table.TENSORS - {"num_items", "gradient_seed"}
+_OPTIONAL |= packing.TENSORS - {"num_items", "gradient_seed"}
 
 
 class Function(typing.NamedTuple):
@@ -125,12 +123,12 @@ def with_torch_options(linear_weight, options):
     if options.get("accum_dtype") is None and torch_options.acc_policy != "compact":
         options["accum_dtype"] = torch_options.acc_dtype
     elif options.get("accum_dtype") is None:
-        table.code_of("linear_weight", linear_weight.dtype)
+        packing.code_of("linear_weight", linear_weight.dtype)
         autocast = autocast_code(linear_weight.device)
-        options["accum_dtype"] = table.gemm_dtype(autocast, linear_weight.dtype)
+        options["accum_dtype"] = packing.gemm_dtype(autocast, linear_weight.dtype)
     if (rows := torch_options.batch_chunk_size) is not None:
         validate.check_integer("options.batch_chunk_size", rows, 1)
-        classes, ranks = table.all_classes(options.get("vocab_parallel"), len(linear_weight))
+        classes, ranks = packing.all_classes(options.get("vocab_parallel"), len(linear_weight))
         size = 8 if linear_weight.dtype == torch.float64 else 4
         alignment = 64 if linear_weight.is_cpu else 128
         if options.get("max_memory") is None:
@@ -142,7 +140,7 @@ def with_torch_options(linear_weight, options):
 def _schema_options(operands, options):
     """The options that torch.ops.flce's operators take, converted to the types of their schemas."""
     in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
-    for option in ("ignore_index", *table.NUMBERS):
+    for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):
             if option == "temperature":  # a traced value cannot become a number
                 in_schema["token_temperature"] = in_schema.pop(option)
@@ -158,12 +156,12 @@ def _schema_options(operands, options):
             in_schema["gradient_seed"], operands[0].device
         )
     if in_schema.get("max_memory") is not None:
-        in_schema["max_memory"] = table.parse_bytes(in_schema["max_memory"])
+        in_schema["max_memory"] = packing.parse_bytes(in_schema["max_memory"])
     if isinstance(bound := in_schema.get("valid_bound"), str):
         got = f'"{bound}", which waits for the device'
         validate.refuse("valid_bound", "an int or None under torch.compile", got)
     if options.get("vocab_parallel") is not None:
-        shard = table.shard_of(options["vocab_parallel"])
+        shard = packing.shard_of(options["vocab_parallel"])
         in_schema["vocab_group"] = shard.group
         in_schema["vocab_shard"] = list(shard.integers().values())
     return in_schema
@@ -184,10 +182,31 @@ def _through_operator(function, operands, options):
     operator = getattr(torch.ops.flce, f"{function.operator}_outputs")
     loss, *outputs = operator(*operands, **in_schema, **returns)
     pairs = zip(outputs, wanted, strict=True)
-    return table.LinearCrossEntropyOutput(loss, *(value if want else None for value, want in pairs))
+    return LinearCrossEntropyOutput(loss, *(value if want else None for value, want in pairs))
 
 
-def linear_cross_entropy(input, linear_weight, target, **options):
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: table.Target,
+    **options: Unpack[table.LossOptions],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: table.Target,
+    **options: Unpack[table.OutputOptions],
+) -> LinearCrossEntropyOutput: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: table.Target, **options: Unpack[table.Options]
+) -> Tensor | LinearCrossEntropyOutput: ...
+@show_options
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: table.Target, **options: Unpack[table.Options]
+) -> Tensor | LinearCrossEntropyOutput:
     """Cross entropy of `input @ linear_weight.T + linear_bias`, without all logits in memory.
 
     Equivalent to ``F.cross_entropy(F.linear(input, linear_weight, linear_bias).flatten(0, -2),
@@ -307,7 +326,22 @@ def with_local_factors(options):
     return options | {name: validate.local_replica(name, options[name]) for name in names}
 
 
-def cross_entropy(logits, target, **options):
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsLossOptions]
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsOutputOptions]
+) -> LinearCrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsOptions]
+) -> Tensor | LinearCrossEntropyOutput: ...
+@show_options
+def cross_entropy(
+    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsOptions]
+) -> Tensor | LinearCrossEntropyOutput:
     """Cross entropy on logits that the caller holds.
 
     The forward reads the logits once; the backward reads them once and writes their gradient. Saved
@@ -336,110 +370,6 @@ def divergence_of(*operands, **options):
     return _call(_LINEAR_DIVERGENCE, operands, options)
 
 
-OF_DIVERGENCE = {name: _ALL[name] for name in table.OF_DIVERGENCE}
-ENTROPIES = {"differentiable": True, "detached": "detached", None: False}
-# A shift would have to move the ids of a row too.
-_OF_LOGPROBS_AT = {
-    name: OF_LOGPROBS[name] for name in OF_LOGPROBS if name not in ("shift", "cu_seqlens")
-}
-
-
-def linear_logprobs_at(input, linear_weight, ids, *, tail=False, **options):
-    """log p of K given classes of each row, in one pass over the logits.
-
-    The gradient takes the same two GEMMs as that of `linear_logprobs`; no (..., V) tensor but that
-    of `save="logits"` is in memory.
-
-    Args:
-        input, linear_weight: as in `linear_cross_entropy`.
-        ids: class indices, shape (..., K), int64 or int32; `ignore_index` for none. They may
-            repeat.
-        tail: adds a column: log of the probability of all other classes together. It is computed
-            from their logits, so it is exact also where 1 - sum of the K probabilities would be
-            rounding noise. Not with gradient="sampled".
-        **options: those of `linear_logprobs` without shift and cu_seqlens.
-
-    Returns:
-        log-probabilities (..., K), with tail (..., K + 1), float32 (float64 for float64 operands),
-        in nats; 0 where an id is `ignore_index`, and in the tail of a row without an id.
-        Differentiable, but not with gradient="sampled".
-
-    Raises: as `linear_cross_entropy`.
-
-    >>> x, W, ids = torch.zeros(1, 8), torch.randn(16, 8), torch.tensor([[3, 5, -100]])
-    >>> flce.linear_logprobs_at(x, W, ids, tail=True).exp()
-    tensor([[0.0625, 0.0625, 1.0000, 0.8750]])
-    """
-    table.check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
-    ids = validate.local_replica("ids", ids)
-    return class_losses.logprobs_at(composed_call, input, linear_weight, ids, options, tail)
-
-
-def linear_logprobs(
-    input, linear_weight, target, *, entropy="differentiable", return_topk=0, tail=False, **options
-):
-    """log p_y and the entropy of each row, for policy-gradient training.
-
-    Both are differentiable, and their gradients come from one backward pass of two GEMMs (three
-    with save="stats"), or of two gathers with gradient="sampled".
-
-    Args:
-        input, linear_weight: as in `linear_cross_entropy`.
-        target: class indices, shape (...), int64 or int32.
-        entropy: "differentiable"; "detached": without a gradient; None: not computed.
-        return_topk: the number of classes of `TopLogprobs` (`topk` of `linear_cross_entropy`).
-        tail: with return_topk: computes `TopLogprobs.tail`.
-        **options: those of `linear_cross_entropy` on which log p and the entropy depend, and those
-            of how they are computed, as there; save="grads" requires a scalar loss and is refused
-            here.
-
-    Returns:
-        (logprobs, entropy), both of shape (...), float32 (float64 for float64 operands), in nats;
-        0 where the target is ignored; with return_topk (logprobs, entropy, TopLogprobs).
-
-    Raises: as `linear_cross_entropy`.
-
-    >>> x, W, y = torch.zeros(2, 8), torch.randn(16, 8), torch.tensor([3, 5])
-    >>> logprobs, entropy = flce.linear_logprobs(x, W, y)
-    >>> logprobs.exp(), entropy.exp()
-    (tensor([0.0625, 0.0625]), tensor([16., 16.]))
-    """
-    table.check_names("linear_logprobs", OF_LOGPROBS, options)
-    check_logprobs(target, entropy)
-    if tail and not return_topk:
-        validate.refuse("tail", "False without return_topk", tail)
-    return logprobs_of(input, linear_weight, target, entropy, return_topk, options, tail)
-
-
-def check_logprobs(target, entropy):
-    """What linear_logprobs and linear_loss refuse, and linear_cross_entropy does not."""
-    if isinstance(target, torch.Tensor) and target.is_floating_point():
-        expected = "class indices of dtype torch.int64 or torch.int32"
-        validate.refuse("target", expected, target.dtype, TypeError)
-    if entropy not in tuple(ENTROPIES):
-        validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
-
-
-def logprobs_of(
-    input, linear_weight, target, entropy, topk, options, tail=False, call=linear_cross_entropy
-):
-    """As linear_logprobs, without its checks; `options`: any of linear_cross_entropy, or of `call`
-    in its place."""
-    validate.check_flag("tail", tail)
-    options = {**options, "reduction": "none", "return_entropy": ENTROPIES[entropy]}
-    options |= {"topk": topk, "return_lse": topk != 0, "return_tail_lse": tail}
-    output = call(input, linear_weight, target, **options)
-    if entropy is None and topk == 0:
-        return -output, None
-    if topk == 0:
-        return -output.loss, output.entropy
-    logprobs = output.class_logits - output.lse.unsqueeze(-1)
-    top = table.TopLogprobs(logprobs, output.classes, output.lse)
-    if tail:
-        top = top._replace(tail=output.tail_lse - output.lse)
-    return -output.loss, output.entropy, top
-
-
 _OF_LINEAR = ("input", "linear_weight", "target")
 _OF_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_temperature")
 _LINEAR_CROSS_ENTROPY = Function(
@@ -452,14 +382,10 @@ _LINEAR_CROSS_ENTROPY = Function(
 _LINEAR_DIVERGENCE = Function(
     divergence_of,
     _OF_LINEAR + _OF_TEACHER,
-    OF_DIVERGENCE,
+    table.OF_DIVERGENCE,
     composite.linear_divergence_of,
     "linear_divergence",
 )
 _CROSS_ENTROPY = Function(
     cross_entropy, ("logits", "target"), _OF_LOGITS, composite.cross_entropy_of, "cross_entropy"
 )
-table.show_options(linear_cross_entropy, _ALL)
-table.show_options(cross_entropy, _OF_LOGITS)
-table.show_options(linear_logprobs, OF_LOGPROBS)
-table.show_options(linear_logprobs_at, _OF_LOGPROBS_AT)

@@ -6,7 +6,7 @@ import torch
 
 import flce
 from flce.operators import inner, run_plain
-from flce.options import default_memory
+from flce.packing import default_memory
 
 
 def lines():

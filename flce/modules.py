@@ -1,16 +1,59 @@
 """The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
+import typing
+
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import Unpack, overload
 
 from . import composite, validate
 from .functional import linear_cross_entropy
-from .options import LinearCrossEntropyOutput, all_classes, completed, defaults
+from .options import (
+    Attribute,
+    Gradient,
+    LinearCrossEntropyOutput,
+    LossOptions,
+    ModuleOptions,
+    Options,
+    OutputOptions,
+    Reduction,
+    Save,
+    Target,
+    completed,
+    defaults,
+)
+from .packing import all_classes
 
+if typing.TYPE_CHECKING:
+    from .distributed import VocabParallel
+
+_Device = str | int | torch.device | None
 # The options that Modules hold as attributes, which may change between calls. The defaults fill in
 # attributes that a Module pickled by an earlier version lacks.
-_MODULE_OPTIONS = defaults("of_module")
+_MODULE_OPTIONS = defaults(ModuleOptions)
+
+
+class _Settings:
+    """The attributes of ModuleOptions."""
+
+    reduction: Reduction
+    ignore_index: int | None
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float | Tensor
+    z_loss: float
+    shift: int
+    valid_vocab: int | None
+    accum_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    save: Save
+    max_memory: int | str | None
+    accumulate_into: Attribute | None
+    gradient: Gradient
+    gradient_eps: float
+    vocab_parallel: "VocabParallel | None"
 
 
 def _check_class_weight(name, tensor, rows, options, device):
@@ -49,7 +92,41 @@ def _describe_options(module):
     return "".join(f", {name}={text}" for name, text, default in shown if text != default)
 
 
-class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
+class _CallOfLoss(typing.Protocol):
+    """Module.__call__ of a LinearCrossEntropyLoss."""
+
+    @overload
+    def __call__(self, input: Tensor, target: Target, **options: Unpack[LossOptions]) -> Tensor: ...
+    @overload
+    def __call__(
+        self, input: Tensor, target: Target, **options: Unpack[OutputOptions]
+    ) -> LinearCrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self, input: Tensor, target: Target, **options: Unpack[Options]
+    ) -> Tensor | LinearCrossEntropyOutput: ...
+
+
+class _CallOfHead(typing.Protocol):
+    """Module.__call__ of a LinearCrossEntropyHead."""
+
+    @overload
+    def __call__(
+        self, input: Tensor, labels: None = None, **options: Unpack[Options]
+    ) -> Tensor: ...
+    @overload
+    def __call__(self, input: Tensor, labels: Target, **options: Unpack[LossOptions]) -> Tensor: ...
+    @overload
+    def __call__(
+        self, input: Tensor, labels: Target, **options: Unpack[OutputOptions]
+    ) -> LinearCrossEntropyOutput: ...
+    @overload
+    def __call__(
+        self, input: Tensor, labels: Target | None, **options: Unpack[Options]
+    ) -> Tensor | LinearCrossEntropyOutput: ...
+
+
+class LinearCrossEntropyLoss(_Settings, nn.modules.loss._WeightedLoss):  # type: ignore[misc]
     """A linear layer and the cross entropy of its output, like torch.nn.LinearCrossEntropyLoss.
 
     Args:
@@ -69,34 +146,39 @@ class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):
     torch.Size([])
     """
 
+    __call__: _CallOfLoss
+    weight: Tensor | None
+
     def __init__(
         self,
-        in_features,
-        num_classes,
+        in_features: int,
+        num_classes: int,
         *,
-        bias=False,
-        device=None,
-        dtype=None,
-        weight=None,
-        **options,
-    ):
+        bias: bool = False,
+        device: _Device = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        **options: Unpack[ModuleOptions],
+    ) -> None:
         _check_class_weight("weight", weight, num_classes, options, device)
         super().__init__(weight=weight)
         _keep_options(self, num_classes, options)
         self.num_classes = num_classes
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, input, target, **options):
+    def forward(
+        self, input: Tensor, target: Target, **options: Unpack[Options]
+    ) -> Tensor | LinearCrossEntropyOutput:
         """The loss of `input` (..., H) with `target` (...). `options`: options of
         `linear_cross_entropy` for this call only (token_weight, num_items, return_lse ...)."""
         return _loss_of(self, input, self.linear, target, self.weight, options)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         sizes = f"in_features={self.linear.in_features}, num_classes={self.num_classes}"
         return f"{sizes}{_describe_options(self)}"
 
 
-class LinearCrossEntropyHead(nn.Linear):
+class LinearCrossEntropyHead(_Settings, nn.Linear):
     """A model's head: an nn.Linear that returns the loss if called with labels, else the logits.
 
     Both go through Module.__call__, so that hooks (FSDP, ZeRO, adapters) run, and its state_dict is
@@ -121,30 +203,41 @@ class LinearCrossEntropyHead(nn.Linear):
     (torch.Size([]), torch.Size([2, 3, 16]))
     """
 
+    __call__: _CallOfHead
+    class_weight: Tensor | None
+
     def __init__(
         self,
-        in_features,
-        out_features,
-        bias=True,
-        device=None,
-        dtype=None,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: _Device = None,
+        dtype: torch.dtype | None = None,
         *,
-        class_weight=None,
-        **options,
-    ):
+        class_weight: Tensor | None = None,
+        **options: Unpack[ModuleOptions],
+    ) -> None:
         _check_class_weight("class_weight", class_weight, out_features, options, device)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.register_buffer("class_weight", class_weight, persistent=False)
         _keep_options(self, out_features, options)
 
-    def forward(self, input, labels=None, **options):
+    @overload
+    def forward(self, input: Tensor, labels: None = None, **options: Unpack[Options]) -> Tensor: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Target | None, **options: Unpack[Options]
+    ) -> Tensor | LinearCrossEntropyOutput: ...
+    def forward(
+        self, input: Tensor, labels: Target | None = None, **options: Unpack[Options]
+    ) -> Tensor | LinearCrossEntropyOutput:
         """The loss of `input` with `labels`, or the logits without labels. `options`: options
         of `linear_cross_entropy` for this call only (token_weight, num_items, return_lse ...)."""
         if labels is None:
             return F.linear(input, self.weight, self.bias)
         return _loss_of(self, input, self, labels, self.class_weight, options)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{super().extra_repr()}{_describe_options(self)}"
 
 

@@ -5,8 +5,9 @@ import typing
 from dataclasses import dataclass, field
 
 import torch
+from typing_extensions import Unpack
 
-from . import calls, validate
+from . import calls, packing, validate
 from . import options as table
 
 
@@ -64,33 +65,32 @@ class Plan:
         return self.text
 
 
-_OPTIONS = table.defaults("of_module")
-del _OPTIONS["vocab_parallel"]  # ranks and sequence say it without a group
-_OPTIONS |= dict.fromkeys(("return_lse", "return_entropy", "return_predictions"), False)
+_OPTIONS = table.defaults(table.PlanOptions)
 _OF_DIVERGENCE = {name: _OPTIONS[name] for name in _OPTIONS if name in table.OF_DIVERGENCE}
 
 
+@table.show_options
 def plan(
-    tokens,
-    hidden,
-    vocab,
+    tokens: int,
+    hidden: int,
+    vocab: int,
     *,
-    dtype=torch.bfloat16,
-    device="cuda",
-    input_dtype=None,
-    weight_dtype=None,
-    bias=False,
-    probabilities=False,
-    valid_bound=None,
-    grad_input=True,
-    grad_weight=True,
-    ranks=1,
-    sequence=False,
-    reduce_dtype=None,
-    teacher_hidden=None,
-    teacher_logits=None,
-    **options,
-):
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | tuple[int, int, int] = "cuda",
+    input_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    bias: bool = False,
+    probabilities: bool | torch.dtype | None = False,
+    valid_bound: int | None = None,
+    grad_input: bool = True,
+    grad_weight: bool = True,
+    ranks: int = 1,
+    sequence: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    teacher_hidden: int | None = None,
+    teacher_logits: int | torch.dtype | None = None,
+    **options: Unpack[table.PlanOptions],
+) -> Plan:
     """The `Plan` of a call of these sizes: strategy, chunks, number of GEMMs, bytes of each buffer.
 
     Args:
@@ -133,14 +133,14 @@ def plan(
         validate.refuse("reduce_dtype", "torch.float32 or None", repr(reduce_dtype))
     dtypes = {"dtype": dtype, "input_dtype": input_dtype, "weight_dtype": weight_dtype}
     dtypes = {name: dtype if value is None else value for name, value in dtypes.items()}
-    codes = {name: table.code_of(name, value) for name, value in dtypes.items()}
+    codes = {name: packing.code_of(name, value) for name, value in dtypes.items()}
     _check_targets(valid_bound, probabilities)
     teacher = _teacher_of(teacher_hidden, teacher_logits)
     if "classes" in teacher:
         options |= {"reduction": "none", "return_lse": True}
     if ranks > 1:
         wide_terms = int(reduce_dtype is not None)
-        options["vocab_parallel"] = table.Shard(
+        options["vocab_parallel"] = packing.Shard(
             "plan", ranks, vocab=vocab, input_is_sharded=int(sequence), wide_terms=wide_terms
         )
     added, attribute = -1, grad_weight and options["accumulate_into"]
@@ -152,18 +152,18 @@ def plan(
     sizes |= {"on_cpu": not gpu and device.type == "cpu", "probabilities": bool(probabilities)}
     sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
-    packed, _ = table.split(options)
+    packed, _ = packing.split(options)
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    of_call = table.OfCall(
+    of_call = packing.OfCall(
         memory=packed.memory(gpu or device),
-        gradients=table.Gradients(grad_input, grad_weight, bias),
+        gradients=packing.Gradients(grad_input, grad_weight, bias),
         autocast=codes["dtype"],
         accumulates=added >= 0,
         class_gradient="classes" in teacher,
     )
     integers = packed.integers(of_call)
     options = calls.CallOptions(
-        packed.valid_vocab, None, table.replaced(integers, consumes_saved=True), packed.numbers
+        packed.valid_vocab, None, packing.replaced(integers, consumes_saved=True), packed.numbers
     )
     return _planned(calls.run_plan(gpu, index, options, sizes))
 
@@ -207,10 +207,7 @@ def _teacher_of(hidden, logits):
             validate.refuse("teacher_logits", "None with teacher_hidden", repr(logits))
         return {"teacher_hidden": validate.check_integer("teacher_hidden", hidden, 1)}
     if isinstance(logits, torch.dtype):
-        return {"teacher_logits": table.code_of("teacher_logits", logits)}
+        return {"teacher_logits": packing.code_of("teacher_logits", logits)}
     if logits is None:
         return {}
     return {"classes": validate.check_integer("teacher_logits", logits, 1)}
-
-
-table.show_options(plan, _OPTIONS)

@@ -14,12 +14,36 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import Unpack, overload
 
-from .options import RETURNS, LinearCrossEntropyOutput
+from .options import (
+    RETURNS,
+    LinearCrossEntropyOutput,
+    ReferenceLogitsLossOptions,
+    ReferenceLogitsOptions,
+    ReferenceLogitsOutputOptions,
+    ReferenceLogprobsOptions,
+    ReferenceLossOptions,
+    ReferenceOptions,
+    ReferenceOutputOptions,
+)
 
 _IGNORED_OPTIONS = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, **loss: Unpack[ReferenceLossOptions]
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, **loss: Unpack[ReferenceOutputOptions]
+) -> LinearCrossEntropyOutput: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, **loss: Unpack[ReferenceOptions]
+) -> Tensor | LinearCrossEntropyOutput: ...
 def linear_cross_entropy(
     input,
     linear_weight,
@@ -70,6 +94,30 @@ def linear_cross_entropy(
     return cross_entropy(logits, target, **loss)
 
 
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    sampling: tuple[float, int] | None = None,
+    **of_logits: Unpack[ReferenceLogitsLossOptions],
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    sampling: tuple[float, int] | None = None,
+    **of_logits: Unpack[ReferenceLogitsOutputOptions],
+) -> LinearCrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    sampling: tuple[float, int] | None = None,
+    **of_logits: Unpack[ReferenceLogitsOptions],
+) -> Tensor | LinearCrossEntropyOutput: ...
 def cross_entropy(
     logits,
     target,
@@ -176,7 +224,12 @@ def _tail_lse(logits, classes):
     return others.masked_fill(empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty, -math.inf)
 
 
-def linear_logprobs(input, linear_weight, target, **options):
+def linear_logprobs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    **options: Unpack[ReferenceLogprobsOptions],
+) -> tuple[Tensor, Tensor]:
     """log p of each target and the entropy of its row, both (...), 0 where ignored.
 
     `options` are those of `flce.linear_logprobs`, all of them options of `linear_cross_entropy`.

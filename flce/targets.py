@@ -1,11 +1,18 @@
 """The targets that a loss counts: after a shift, and their number over micro-batches and ranks."""
 
 import math
+import typing
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from . import torch_private, validate
-from .options import ignore_index_of
+from .packing import ignore_index_of
+
+if typing.TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def check_offsets(cu_seqlens):
@@ -59,7 +66,15 @@ def _count(target, shift, cu_seqlens, ignore_index):
     return (~validate.is_equal(target, ignore_index)).sum()
 
 
-def num_items(targets, group=None, *, averaged_over=1, shift=0, cu_seqlens=None, ignore_index=-100):
+def num_items(
+    targets: Tensor | Sequence[Tensor],
+    group: "ProcessGroup | DeviceMesh | None" = None,
+    *,
+    averaged_over: float = 1,
+    shift: int = 0,
+    cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
+    ignore_index: int | None = -100,
+) -> Tensor:
     """The `num_items` with which the losses of micro-batches and ranks add up to one mean.
 
     ``loss = flce.linear_cross_entropy(..., num_items=flce.num_items(targets, group, ...))`` of each

@@ -16,7 +16,8 @@ import cases
 import raw
 import torch
 
-from flce.options import CHOICES, INTEGERS, replaced
+from flce.options import CHOICES
+from flce.packing import INTEGERS, replaced
 
 OPS = torch.ops.flce
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

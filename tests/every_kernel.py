@@ -90,7 +90,7 @@ def of_probabilities(x, w, y):
 
 def divergences(x, w, y):
     teacher = torch.randn_like(x), torch.randn_like(w)
-    for kind in flce.options.DIVERGENCES:
+    for kind in flce.packing.DIVERGENCES:
         flce.linear_divergence(
             x, w, *teacher, divergence=kind, target=y, hard_weight=0.1
         ).backward()

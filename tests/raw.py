@@ -1,6 +1,7 @@
 """Builds the arguments of the inner operators (csrc/binding/op.cpp), which are positional."""
 
-from flce.options import CHOICES, GRADIENTS, OPTIONS, OfCall, replaced, split
+from flce.options import CHOICES, OPTIONS
+from flce.packing import GRADIENTS, OfCall, replaced, split
 
 TENSORS = 10  # of flce::forward: input ... num_items, seed, classes
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
@@ -10,7 +11,7 @@ def settings(
     save, *, valid_vocab=None, rows=None, max_memory=1 << 20, grads=(True, True, False), **others
 ):
     """The arguments after the tensors, with exact logits. `others`: options, and integers by their
-    name in flce.options.INTEGERS."""
+    name in flce.packing.INTEGERS."""
     own = {name: others.pop(name) for name in list(others) if name not in OPTIONS}
     given = {name: value for name, value in others.items() if value or name != "softcap"}
     packed, _ = split(given)

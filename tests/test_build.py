@@ -122,7 +122,7 @@ def test_a_wheel_has_the_types():
     text = (ROOT / "pyproject.toml").read_text()
     (patterns,) = re.findall(r'^package-data = \{ "\*" = (.*) \}$', text, re.MULTILINE)
     found = [path.name for path in ROOT.glob("flce/**/*") if path.suffix in (".pyi", ".typed")]
-    assert {"__init__.pyi", "options.pyi", "py.typed"} <= {*found}
+    assert {"__init__.pyi", "_rebind.pyi", "py.typed"} <= {*found}
     for name in found:
         assert any(fnmatch.fnmatch(name, pattern) for pattern in ast.literal_eval(patterns))
 

@@ -153,7 +153,7 @@ OF_K_CLASSES = {
     "target, items": lambda x, w: flce.linear_cross_entropy(x, w, (IDS, CHANCES), num_items=7.0),
     "tail": lambda x, w: flce.linear_logprobs_at(x, w, IDS, tail=True).sum(),
 }
-for _kind in flce.options.DIVERGENCES:
+for _kind in flce.packing.DIVERGENCES:
     OF_K_CLASSES[_kind] = functools.partial(
         flce.linear_divergence, divergence=_kind, teacher_logits=(IDS, CHANCES.log())
     )

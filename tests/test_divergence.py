@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from flce.options import DIVERGENCES as KINDS
+from flce.packing import DIVERGENCES as KINDS
 
 DRAWS = int(os.environ.get("FLCE_DRAWS", "120"))  # drawn cases of a device
 

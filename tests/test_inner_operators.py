@@ -6,7 +6,7 @@ import raw
 import torch
 
 import flce
-from flce.options import replaced
+from flce.packing import replaced
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 40
 

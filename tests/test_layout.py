@@ -2,6 +2,7 @@
 or import from which, and that nothing does in a circle."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -131,10 +132,18 @@ def name_of(path):
 MODULES = {name_of(path): path for path in FLCE.rglob("*.py") if path != FLCE / "__init__.py"}
 
 
+def is_for_checkers(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
+
+
 def imports_of(name):
-    """The modules of flce that a module imports, in functions too."""
+    """The modules of flce that a module imports, in functions too, but not for type checkers
+    alone."""
     package = name.split(".") if MODULES[name].stem == "__init__" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    tree = ast.parse(MODULES[name].read_text())
+    parts = (node.orelse if is_for_checkers(node) else [node] for node in tree.body)
+    tree.body = [*itertools.chain(*parts)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

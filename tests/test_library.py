@@ -9,7 +9,7 @@ from small_case import BUDGET, HIDDEN, VOCAB, call, leaves_of, make
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flce
-from flce.options import value_of
+from flce.packing import value_of
 
 # ---- torch.library ----
 

@@ -8,7 +8,7 @@ from test_wide_sums import CHUNK, HIDDEN, MANY, VOCAB, check, operands
 from test_wide_sums import error_and_projection as errors_of
 
 import flce
-from flce.options import WIDE_SUM_CHUNKS
+from flce.packing import WIDE_SUM_CHUNKS
 
 NARROW = (torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flce
-from flce.options import DIVERGENCES
+from flce.packing import DIVERGENCES
 
 DRAWS = int(os.environ.get("FLCE_DRAWS", "60"))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import flce
-from flce import options as table
+from flce import packing
 from flce.fakes import describe_sizes
-from flce.options import CHOICES, DTYPES, RETURNS, Gradients, OfCall, split
+from flce.options import CHOICES, DTYPES, RETURNS
+from flce.packing import Gradients, OfCall, split
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
@@ -404,7 +405,7 @@ def test_kept_logits_may_exceed_a_chunk(device, outputs, monkeypatch):
     size = 20000 * 32768 * 2
     call = {"dtype": torch.bfloat16, "device": device, **outputs}
     for share, kept in ((size, True), (size - 1, False)):
-        monkeypatch.setattr(table, "share_of_memory", lambda _, share=share: share)
+        monkeypatch.setattr(packing, "share_of_memory", lambda _, share=share: share)
         plan = flce.plan(20000, 64, 32768, **call)
         assert (plan.save == "logits") == kept
         assert not kept or plan.buffers["saved"] == size

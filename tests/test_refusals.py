@@ -17,7 +17,7 @@ import torch
 
 import flce
 from flce import functional
-from flce.options import DTYPES, OPTIONS, RETURNS
+from flce.options import DTYPES, RETURNS, ModuleOptions, defaults
 
 TOKENS, HIDDEN, VOCAB = 6, 8, 11
 BF16, INT64 = torch.bfloat16, torch.int64
@@ -47,6 +47,7 @@ OPERANDS = {  # of each function; `plan` and the Modules, which are made before 
     flce.cross_entropy: ("logits", "target"),
 }
 MODULES = (flce.LinearCrossEntropyLoss, flce.LinearCrossEntropyHead)
+OF_MODULES = defaults(ModuleOptions)
 
 
 def callers(device, name, of_sizes=True):
@@ -60,7 +61,7 @@ def callers(device, name, of_sizes=True):
     if of_sizes and name in inspect.signature(flce.plan).parameters:
         sizes = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "dtype": torch.float32}
         made.append(functools.partial(flce.plan, **sizes, device=device))
-    if of_sizes and name in OPTIONS and OPTIONS[name].of_module:
+    if of_sizes and name in OF_MODULES:
         made += [functools.partial(module, HIDDEN, VOCAB) for module in MODULES]
     assert made
     return made
@@ -484,7 +485,7 @@ def test_plan_of_several_options(options, message):
     """What Modules have, they refuse too, when they are made."""
     with pytest.raises(ValueError, match=f"^{message}"):
         flce.plan(**{**SIZES, "device": "cpu", **options})
-    for module in MODULES if options.keys() <= flce.options.defaults("of_module").keys() else ():
+    for module in MODULES if options.keys() <= OF_MODULES.keys() else ():
         with pytest.raises(ValueError, match=f"^{message}"):
             module(HIDDEN, VOCAB, **options)
 

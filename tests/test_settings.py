@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import pathlib
 import re
+from typing import Annotated
 
 import cases
 import pytest
@@ -14,18 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
 from flce.options import (
-    INTEGERS,
-    LAYOUT,
     LOGIT_OPTIONS,
-    NUMBERS,
     OPTIONS,
     RETURNS,
-    OfCall,
+    LogitsOptions,
+    ModuleOptions,
+    NemoOptions,
+    Option,
     Options,
     defaults,
-    split,
-    value_of,
 )
+from flce.packing import INTEGERS, LAYOUT, NUMBERS, OfCall, split, value_of
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 ZERO = torch.zeros(1, dtype=torch.int64)
@@ -48,17 +48,17 @@ def parameters(function, skipped):
 
 
 def test_public_signatures_follow_the_table():
-    returns = dict.fromkeys(RETURNS, False)
-    assert parameters(flce.linear_cross_entropy, 3) == {**defaults(), **returns}
-    assert parameters(flce.cross_entropy, 2) == {**defaults("of_logits"), **returns}
+    assert parameters(flce.linear_cross_entropy, 3) == defaults()
+    assert parameters(flce.cross_entropy, 2) == defaults(LogitsOptions)
     logprobs = parameters(flce.linear_logprobs, 3)
     assert logprobs.pop("entropy") == "differentiable" and logprobs.pop("return_topk") == 0
     assert logprobs.pop("tail") is False
     assert logprobs.items() <= defaults().items()
     assert {"softcap", "gradient", "gradient_eps", "gradient_seed"} <= logprobs.keys()
-    planned = defaults("of_module")
-    del planned["vocab_parallel"]  # ranks and sequence instead
-    assert planned.items() <= parameters(flce.plan, 3).items()
+    of_modules = defaults(ModuleOptions)
+    assert defaults(NemoOptions).items() <= of_modules.items()
+    del of_modules["vocab_parallel"]  # ranks and sequence instead
+    assert of_modules.items() <= parameters(flce.plan, 3).items()
 
 
 @pytest.mark.parametrize(
@@ -82,23 +82,31 @@ def test_options_that_a_function_lacks_are_refused(function, name):
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "cross_entropy"])
 def test_the_operators_schemas_follow_the_table(name):
-    schema = str(getattr(torch.ops.flce, name).default._schema)
+    schema, of_logits = str(getattr(torch.ops.flce, name).default._schema), defaults(LogitsOptions)
     for option, row in OPTIONS.items():
         found = re.search(rf"(\S+) {option}=", schema)
-        takes = row.schema is not None and (name == "linear_cross_entropy" or row.of_logits)
+        takes = row.schema is not None and (name == "linear_cross_entropy" or option in of_logits)
         assert (found is not None) == takes
         assert found is None or found[1] == row.schema
     assert "accumulate_into" not in schema
 
 
-def test_type_checkers_see_the_table():
-    assert [*Options.__annotations__] == [*OPTIONS, *RETURNS]
+def test_the_table_has_the_outputs_that_a_flag_asks_for():
+    assert [*defaults()] == [*OPTIONS, *RETURNS]
+    assert not any(defaults()[name] for name in RETURNS)
+
+
+def test_a_new_option_comes_after_the_others():
+    class More(Options, total=False):
+        added: Annotated[int, Option(3, "int")]
+
+    assert [*defaults(More)] == [*OPTIONS, "added", *RETURNS]
 
 
 def test_modules_hold_the_table():
     loss = flce.LinearCrossEntropyLoss(4, 5, label_smoothing=0.1)
     head = flce.LinearCrossEntropyHead(4, 5, softcap=2.0)
-    for name, default in defaults("of_module").items():
+    for name, default in defaults(ModuleOptions).items():
         assert getattr(loss, name) == (0.1 if name == "label_smoothing" else default)
         assert getattr(head, name) == (2.0 if name == "softcap" else default)
     for module in (flce.LinearCrossEntropyLoss, flce.LinearCrossEntropyHead):

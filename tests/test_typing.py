@@ -1,4 +1,5 @@
-"""What type checkers are told: a user's script passes them, and the stubs are those of the code."""
+"""What type checkers are told: a user's script passes them, overloads are those of their function,
+and the stubs are those of the code."""
 
 import __future__
 
@@ -11,7 +12,6 @@ import inspect
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +27,7 @@ import typing_extensions
 import flce
 from flce.compat import cce, liger
 from flce.fusion.handle import _OPTIONS as OF_FUSE
-from flce.options import OPTIONS, RETURNS, defaults
+from flce.options import RETURNS, FuseOptions, ModuleOptions, Option, Options, defaults, types_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "tests/typed_user.py"
@@ -98,6 +98,139 @@ def test_values_have_the_stated_types(name, monkeypatch):
     assert stated
 
 
+# ---- the options of a function ----
+
+X, W, Y = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+CALLS = {
+    flce.linear_cross_entropy: (X, W, Y),
+    flce.cross_entropy: (X, Y),
+    flce.linear_logprobs: (X, W, Y),
+    flce.linear_logprobs_at: (X, W, Y[:, None]),
+    flce.linear_loss: (X, W, Y, lambda logprobs, _, rows: -logprobs.sum()),
+    flce.linear_divergence: (X, W, X, W),
+    flce.plan: (4, 8, 16),
+    flce.LinearCrossEntropyLoss: (8, 16),
+    flce.LinearCrossEntropyHead: (8, 16),
+}
+OF_REFERENCE = [
+    flce.reference.linear_cross_entropy,
+    flce.reference.cross_entropy,
+    flce.reference.linear_logprobs,
+]
+
+
+def options_of(function):
+    """The TypedDict of the **options of a function, of its last overload or of a class."""
+    function = function.__init__ if inspect.isclass(function) else function
+    function = [function, *typing_extensions.get_overloads(function)][-1]
+    code = function.__code__
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    (options,) = typing.get_args(function.__annotations__[name])
+    return options
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+def test_a_function_takes_the_options_of_its_typed_dict(function):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcaps'") as refusal:
+        function(*CALLS[function], softcaps=1.0)
+    listed = str(refusal.value).partition("expected some of ")[2].split(", ")
+    assert listed == [*defaults(options_of(function))]
+
+
+@pytest.mark.parametrize("function", OF_REFERENCE, ids=lambda function: function.__name__)
+def test_the_reference_takes_the_options_of_its_typed_dict(function):
+    operands = CALLS[getattr(flce, function.__name__)]
+    expected = function(*operands)
+    torch.testing.assert_close(function(*operands, **defaults(options_of(function))), expected)
+
+
+SHOWN = [one for one in CALLS if not inspect.isclass(one)]
+
+
+@pytest.mark.parametrize("function", SHOWN, ids=lambda function: function.__name__)
+def test_a_signature_shows_options_with_their_types(function):
+    parameters = inspect.signature(function).parameters
+    hints = hints_of(options_of(function))
+    for name, default in defaults(options_of(function)).items():
+        shown = parameters[name]
+        assert shown.kind is shown.KEYWORD_ONLY and shown.default == default
+        if name != "vocab_parallel":  # its type is text: flce.options does not import it
+            assert shown.annotation == hints[name]
+    assert inspect.signature(function).return_annotation is not inspect.Signature.empty
+
+
+CORE_MODULES = [flce.functional, flce.logprobs, flce.chunked_loss, flce.reference, flce.modules]
+OVERLOADED = {
+    (module.__name__, name): getattr(module, name)
+    for module in CORE_MODULES
+    for name, one in vars(module).items()
+    if inspect.isfunction(one)
+    and one.__module__ == module.__name__
+    and typing_extensions.get_overloads(one)
+}
+for _module in (flce.LinearCrossEntropyLoss, flce.LinearCrossEntropyHead):
+    _call = inspect.get_annotations(_module)["__call__"]
+    OVERLOADED["flce.modules", f"{_call.__name__}.__call__"] = _module.forward
+OVERLOADED["flce.modules", "LinearCrossEntropyHead.forward"] = flce.LinearCrossEntropyHead.forward
+
+
+@pytest.mark.parametrize("name", OVERLOADED, ids=".".join)
+def test_overloads_are_those_of_the_function(name):
+    known = types.SimpleNamespace(__module__=name[0], __qualname__=name[1])
+    overloads = typing_extensions.get_overloads(known)
+    assert len(overloads) > 1
+    others = {*defaults(Options)} if name[0] == "flce.modules" else set()
+    if name[0] == "flce.reference":
+        others = {*options_of(OVERLOADED[name]).__annotations__}
+    check_function(name, overloads, OVERLOADED[name], {}, others)
+
+
+def hints_of(options):
+    return typing.get_type_hints(options, vars(flce.options) | vars(flce))
+
+
+def test_defaults_have_the_types_of_their_options():
+    hints = hints_of(Options)
+    for name, default in defaults().items():
+        assert conforms(default, hints[name]), name
+    for name, annotated in types_of(Options).items():
+        assert isinstance(*annotated.__metadata__, Option), name
+
+
+# That an overload narrows.
+NARROWER = {"classes", "topk", *RETURNS}
+
+
+def test_an_option_has_one_type():
+    """In all TypedDicts; those of overloads narrow it, without a default."""
+    table = hints_of(Options)
+    for options in vars(flce.options).values():
+        if typing_extensions.is_typeddict(options):
+            for name, hint in hints_of(options).items():
+                is_narrower = not hasattr(options.__annotations__[name], "__metadata__")
+                assert hint == table[name] or (is_narrower and name in NARROWER), (options, name)
+
+
+def test_objects_have_the_attributes_that_their_classes_state():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        shards = flce.VocabParallel(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    for made in (shards, flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)):
+        classes = [one for one in type(made).__mro__ if one.__module__.startswith("flce")]
+        stated = set().union(*map(inspect.get_annotations, classes))
+        assert len(stated) > 1
+        for attribute in stated:
+            assert hasattr(made, attribute), (type(made), attribute)
+
+
+def test_modules_state_the_types_of_their_attributes():
+    table = hints_of(Options)
+    stated = typing.get_type_hints(flce.modules._Settings, vars(flce.modules) | vars(flce))
+    assert stated == {name: table[name] for name in defaults(ModuleOptions)}
+
+
 # ---- stubs against the code ----
 
 FLCE = ROOT / "flce"
@@ -144,7 +277,8 @@ def definitions_of(function, module, name):
 
 
 def parameters_of(definitions, names):
-    """(names by position, all names, [{name: default} of a definition]) of a stub's function."""
+    """(names by position, all names, [{name: default} of a definition]) of a function's overloads,
+    or of a stub's function."""
     positional, every, defaults = [], set(), []
     for one in definitions:
         own = inspect.signature(one).parameters.values()
@@ -155,7 +289,9 @@ def parameters_of(definitions, names):
         positional = longer
         for parameter in own:
             if parameter.kind == parameter.VAR_KEYWORD:
-                (options,) = typing.get_args(eval(parameter.annotation, names))
+                stated = parameter.annotation
+                stated = eval(stated, names) if isinstance(stated, str) else stated
+                (options,) = typing.get_args(stated)
                 every |= set(options.__annotations__)
         by_name = {p.name: p.default for p in own if p.kind not in VARIADIC}
         every |= by_name.keys()
@@ -166,38 +302,21 @@ def parameters_of(definitions, names):
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def check_function(name, definitions, real, names):
+def check_function(name, definitions, real, names, others=frozenset()):
+    """Compares definitions for type checkers with the function. `names`: of a stub; `others`: what
+    the function takes as **options and its signature does not tell."""
     positional, every, defaults = parameters_of(definitions, names)
     found = inspect.signature(real).parameters
     own = {n: p for n, p in found.items() if p.kind not in VARIADIC}
     by_position = [n for n, p in own.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
     assert positional == by_position, name
-    assert every == own.keys() | OTHERS.get(name, set()), name
+    assert every == own.keys() | others, name
     for by_name in defaults:
         for parameter in by_name.keys() & own.keys():
             default, expected = by_name[parameter], own[parameter].default
             # An overload may require what the function does not.
             is_narrower = len(defaults) > 1 and default is inspect.Parameter.empty
             assert is_narrower or default is Ellipsis or default == expected, (name, parameter)
-
-
-_OF_LOSS = {*OPTIONS, *RETURNS}
-_OF_REFERENCE = _OF_LOSS - {"accumulate_into", "vocab_parallel"}
-_OF_LOGITS = {*defaults("of_logits"), *RETURNS}
-# What functions with **options take: the signature does not tell.
-OTHERS = {
-    "__init__ LinearCrossEntropyLoss.__init__": {*defaults("of_module")},
-    "__init__ LinearCrossEntropyHead.__init__": {*defaults("of_module")},
-    "__init__ LinearCrossEntropyLoss.forward": _OF_LOSS,
-    "__init__ LinearCrossEntropyLoss.__call__": _OF_LOSS,
-    "__init__ LinearCrossEntropyHead.forward": _OF_LOSS,
-    "__init__ LinearCrossEntropyHead.__call__": _OF_LOSS,
-    "fusion/__init__ fuse": {*OF_FUSE},
-    "reference linear_cross_entropy": _OF_REFERENCE,
-    "reference cross_entropy": _OF_LOGITS,
-    "reference linear_logprobs": {*inspect.signature(flce.linear_logprobs).parameters}
-    - {"entropy", "return_topk", "tail", "vocab_parallel"},
-}
 
 
 def made_here(path):
@@ -231,11 +350,16 @@ def test_stubs_have_the_signatures_of_the_code(path):
                     is_call = own == "__call__" and issubclass(stub, torch.nn.Module)
                     method = getattr(real, "forward" if is_call else own)
                     found.append((f"{name}.{own}", function, method))
-    assert found or path.stem == "options"
+    assert found
     for name, stub, real in found:
         definitions = definitions_of(stub, names["__name__"], name)
         assert not is_overloaded(definitions[0])
-        check_function(f"{ROOTED[path]} {name}", definitions, real, names)
+        others = {*OF_FUSE} if real is flce.fuse else set()
+        check_function(f"{ROOTED[path]} {name}", definitions, real, names, others)
+
+
+def test_fuse_takes_the_options_of_its_typed_dict():
+    assert {*OF_FUSE} == {*FuseOptions.__annotations__}
 
 
 def test_stubs_have_the_public_names():
@@ -247,16 +371,10 @@ def test_stubs_have_the_public_names():
 
 
 def test_stubs_have_the_attributes_of_the_code():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        shards = flce.VocabParallel(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
     model = torch.nn.Sequential(torch.nn.Linear(8, 16))
     with flce.fuse(model, "0") as fusion:
         explanation = flce.explain(model)
-    made = [shards, fusion, explanation, cce.LinearCrossEntropy()]
-    made += [flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)]
+    made = [fusion, explanation, cce.LinearCrossEntropy()]
     made += [liger.LigerFusedLinearCrossEntropyLoss(), liger.LigerFusedLinearCrossEntropyFunction()]
     made.append(flce.compat.torch.LinearCrossEntropyLoss(8, 16))
     by_class = {type(one): one for one in made}
@@ -299,38 +417,3 @@ def test_stubs_of_integrations_have_the_signatures_of_the_source(path):
         if name == "FuseCallback.__init__":
             assert others.pop("when") == "'labels'"  # among its **options, as flce.fuse has it
         assert (by_position, others, takes_more) == described(code[name]), name
-
-
-def test_options_of_nemo_are_those_of_the_source():
-    source = (FLCE / "integrations/nemo.py").read_text()
-    (refused,) = re.findall(r"^_NOT_OPTIONS = (.*)$", source, re.MULTILINE)
-    expected = defaults("of_module").keys() - {*ast.literal_eval(refused)}
-    assert stub_of(FLCE / "options.pyi")["_NemoOptions"].__annotations__.keys() == expected
-
-
-def hints_of(options, names):
-    return typing.get_type_hints(options, globalns=names)
-
-
-def test_stubs_have_the_types_of_the_options():
-    names = stub_of(FLCE / "options.pyi")
-    table = hints_of(names["Options"], names)
-    assert table.keys() == {*OPTIONS, *RETURNS}
-    for name, option in OPTIONS.items():
-        assert conforms(option.default, table[name]), name
-    for name in ("Reduction", "Gradient", "Save"):
-        assert names[name] == table[name.lower()] == getattr(flce.options, name)
-    table["rows"] = int | None  # of linear_loss
-    narrower = {*names["_Outputs"].__annotations__}
-    for name, options in names.items():
-        if typing_extensions.is_typeddict(options):
-            for option, hint in hints_of(options, names).items():
-                is_narrower = option in narrower and name != "Options"
-                assert is_narrower or hint == table[option], (name, option)
-    for output in (flce.LinearCrossEntropyOutput, flce.TopLogprobs):
-        stub = names[output.__name__]
-        assert stub._field_defaults == output._field_defaults
-        assert hints_of(stub, names) == typing.get_type_hints(output)
-    settings = stub_of(FLCE / "__init__.pyi")["_Settings"]
-    found = hints_of(settings, stub_of(FLCE / "__init__.pyi"))
-    assert found == {name: table[name] for name in defaults("of_module")}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from flce.options import WIDE_SUM_CHUNKS
+from flce.packing import WIDE_SUM_CHUNKS
 
 HIDDEN, VOCAB, CHUNK = 16, 200, 8
 RARE = slice(VOCAB // 2, VOCAB)

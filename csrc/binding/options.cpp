@@ -1,4 +1,4 @@
-/* Reads the options that flce/options.py has packed. */
+/* Reads the options that flce/packing.py has packed. */
 #include "binding/options.h"
 
 namespace flce {

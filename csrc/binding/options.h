@@ -13,7 +13,7 @@
 namespace flce {
 
 /* The slots of the integers, in order. Those of the numbers are FLCE_LOSS_NUMBERS and gradient_eps.
- * flce/options.py packs both lists by these names. A dtype is its index in flce_dtype, or -1 where
+ * flce/packing.py packs both lists by these names. A dtype is its index in flce_dtype, or -1 where
  * the call has none of its own. `autocast`: the dtype to which it casts. `traced`: in a compiled
  * graph. start and vocab, of VocabParallel, are -1 where they are None; ranks is 0 where the
  * vocabulary is not sharded. */

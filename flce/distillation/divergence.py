@@ -1,31 +1,35 @@
 """flce.linear_divergence: how far the softmax of a linear head is from a teacher's."""
 
 import torch
+from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import functional
-from .. import options as table
+from ..options import Divergence, DivergenceOptions, show_options
+from ..packing import DIVERGENCES
 from ..validate import check_number, check_tensor, local_replica, refuse
-from .sparse import sparse_divergence
+from .sparse import Tail, sparse_divergence
 
 
+@show_options
 def linear_divergence(
-    input,
-    linear_weight,
-    teacher_input=None,
-    teacher_weight=None,
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
     *,
-    divergence="forward_kl",
-    beta=0.5,
-    target=None,
-    hard_weight=0.0,
-    teacher_bias=None,
-    teacher_logits=None,
-    teacher_softcap=None,
-    teacher_logit_scale=1.0,
-    teacher_temperature=None,
-    tail="class",
-    **options,
-):
+    divergence: Divergence = "forward_kl",
+    beta: float = 0.5,
+    target: Tensor | None = None,
+    hard_weight: float = 0.0,
+    teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | tuple[Tensor, Tensor] | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_temperature: float | Tensor | None = None,
+    tail: Tail = "class",
+    **options: Unpack[DivergenceOptions],
+) -> Tensor:
     """The divergence of a student's head from a teacher's, without the logits of either in memory.
 
     With p the student's softmax of a row and q the teacher's: "forward_kl" is KL(q || p),
@@ -73,8 +77,8 @@ def linear_divergence(
     ):
         expected = "teacher_input and teacher_weight, or teacher_logits"
         refuse("teacher_input", expected, "another combination of the three", TypeError)
-    if divergence not in table.DIVERGENCES:
-        refuse("divergence", f"one of {table.DIVERGENCES}", repr(divergence))
+    if divergence not in DIVERGENCES:
+        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
     how = divergence, beta
     if isinstance(teacher_logits, tuple):
         others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
@@ -99,7 +103,7 @@ def linear_divergence(
     numbers = {"beta": beta, "hard_weight": hard_weight, "teacher_softcap": cap}
     numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
     numbers = [check_number(name, value) for name, value in numbers.items()]
-    numbers = [1.0 + table.DIVERGENCES.index(divergence), *numbers]
+    numbers = [1.0 + DIVERGENCES.index(divergence), *numbers]
     of_teacher = teacher_input if teacher_logits is None else teacher_logits
     operands = (
         input,
@@ -132,6 +136,3 @@ def _temperature_of(temperature, target):
     if not isinstance(temperature, torch.Tensor):
         return temperature, None
     return 1.0, temperature.expand(target.shape) if temperature.dim() == 0 else temperature
-
-
-table.show_options(linear_divergence, functional.OF_DIVERGENCE)

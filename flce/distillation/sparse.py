@@ -2,13 +2,17 @@
 log-probabilities of these."""
 
 import math
+import typing
+from typing import Literal
 
 import torch
 
 from .. import class_losses, functional, validate
-from ..options import check_names, code_of, ignore_index_of
+from ..options import OF_DIVERGENCE, check_names
+from ..packing import code_of, ignore_index_of
 
-TAILS = ("class", "renormalize")
+Tail = Literal["class", "renormalize"]
+TAILS = typing.get_args(Tail)
 _NOTHING = -1e4  # log-probability of an absent class: finite, so 0 times it is 0; its exp is 0
 
 
@@ -56,7 +60,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
     if not 0.0 < validate.check_number("beta", beta) < 1.0:
         validate.refuse("beta", "0 < beta < 1", beta)
-    known = {n: o for n, o in functional.OF_DIVERGENCE.items() if n not in ("shift", "cu_seqlens")}
+    known = {n: o for n, o in OF_DIVERGENCE.items() if n not in ("shift", "cu_seqlens")}
     check_names("linear_divergence", known, options)
     if (gradient := options.get("gradient", "exact")) != "exact":
         validate.refuse("gradient", '"exact" with (ids, log-probabilities)', repr(gradient))

@@ -8,19 +8,13 @@ import torch.distributed as dist
 
 from .. import calls, fakes, torch_private, validate
 from ..modes import is_traced
-from ..options import (
-    CHOICES,
-    DIVERGENCES,
-    DTYPES,
-    INTEGERS,
-    NUMBERS,
-    RETURNS,
-    TEACHER_NUMBERS,
-    Shard,
-    defaults,
-)
+from ..options import CHOICES, DTYPES, defaults
+from ..packing import DIVERGENCES, INTEGERS, NUMBERS, TEACHER_NUMBERS, Shard
 from ..targets import process_group
 from . import collectives, inductor
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Options that are packed under another name, and those packed as an index.
 _NAMED = {"input_is_sharded": "sequence", "partial_grad_input": "reduce_input_grad"}
@@ -80,15 +74,25 @@ class VocabParallel:
     torch.Size([])
     """
 
+    start: int | None
+    vocab: int | None
+    sequence: bool
+    reduce_input_grad: bool
+    reduce_dtype: torch.dtype | None
+    group: str
+    ranks: int
+    rank: int
+    shard: Shard
+
     def __init__(
         self,
-        group,
-        start=None,
-        vocab=None,
-        sequence=False,
-        reduce_input_grad=True,
-        reduce_dtype=None,
-    ):
+        group: "dist.ProcessGroup | DeviceMesh",
+        start: int | None = None,
+        vocab: int | None = None,
+        sequence: bool = False,
+        reduce_input_grad: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         group = process_group("vocab_parallel", group)
         self.sequence = validate.check_flag("sequence", sequence)
         self.reduce_input_grad = validate.check_flag("reduce_input_grad", reduce_input_grad)
@@ -118,15 +122,15 @@ class VocabParallel:
             wide_terms=int(wide),
         )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         names = ("start", "vocab", "sequence", "reduce_input_grad", "reduce_dtype")
         shown = "".join(f", {name}={getattr(self, name)}" for name in names)
         return f"VocabParallel(group {self.group!r}, rank {self.rank} of {self.ranks}{shown})"
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, VocabParallel) and self.shard == other.shard
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self.shard)
 
 
@@ -226,7 +230,7 @@ def _common(sharded):
     caller = {"call": calls.operator_of(call).name(), **(sharded.caller or {})}
     for name, value in (*caller.items(), *_of_operator(call)):
         common.setdefault(name, []).append(_described(name, value))
-    options = {**defaults(), **dict.fromkeys(RETURNS, False), **sharded.options}
+    options = {**defaults(), **sharded.options}
     for name, value in options.items():
         common.setdefault(name, [_described(name, value)])
     common["rows that are not ignored"] = [_rows_of(call)]

@@ -5,13 +5,13 @@ from typing import Literal
 from torch import nn
 from typing_extensions import Self, Unpack
 
-from ..options import _FuseOptions
+from ..options import FuseOptions
 
 __all__ = ["Explanation", "Fusion", "explain", "fuse"]
 
 class Fusion:
     when: Literal["labels", "always"]
-    options: _FuseOptions
+    options: FuseOptions
     losses: Counter[str]
     reads: Counter[str]
     fallbacks: Counter[str]
@@ -43,6 +43,6 @@ def fuse(
     *,
     when: Literal["labels", "always"] = "labels",
     strict: bool = False,
-    **options: Unpack[_FuseOptions],
+    **options: Unpack[FuseOptions],
 ) -> Fusion: ...
 def explain(model: nn.Module) -> Explanation: ...

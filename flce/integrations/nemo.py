@@ -3,13 +3,12 @@
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 
 import flce
-from flce.options import check_names, defaults
+from flce.options import NemoOptions, check_names, defaults
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
 
-_NOT_OPTIONS = ("reduction", "ignore_index", "softcap", "accumulate_into", "shift")
-_KNOWN = {k: v for k, v in defaults("of_module").items() if k not in _NOT_OPTIONS}
+_KNOWN = defaults(NemoOptions)
 
 
 class FlceLinearCrossEntropy(LinearCrossEntropy):

@@ -3,19 +3,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
 
-from ..options import Reduction, _NemoOptions
+from ..options import NemoOptions, Reduction
 
 class FlceLinearCrossEntropy(LinearCrossEntropy):
     ignore_index: int
     logit_softcapping: float
     reduction: Reduction
-    options: _NemoOptions
+    options: NemoOptions
     def __init__(
         self,
         ignore_index: int = -100,
         logit_softcapping: float = 0,
         reduction: Reduction = "sum",
-        **options: Unpack[_NemoOptions],
+        **options: Unpack[NemoOptions],
     ) -> None: ...
     def forward(
         self,

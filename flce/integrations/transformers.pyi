@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from ..fusion import Fusion
-from ..options import _FuseOptions
+from ..options import FuseOptions
 
 class FuseCallback(TrainerCallback):
     handle: Fusion | None
@@ -16,5 +16,5 @@ class FuseCallback(TrainerCallback):
         *,
         when: Literal["labels", "always"] = "labels",
         strict: bool = False,
-        **options: Unpack[_FuseOptions],
+        **options: Unpack[FuseOptions],
     ) -> None: ...

@@ -6,7 +6,7 @@ import types
 import torch
 
 import flce
-from flce.functional import ENTROPIES
+from flce.logprobs import ENTROPIES
 from flce.modes import autocast_dtype
 from flce.validate import refuse
 

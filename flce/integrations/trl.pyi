@@ -1,4 +1,4 @@
-from ..options import _Entropy
+from ..options import Entropy
 from ._rebind import Installation
 
-def install(*, entropy: _Entropy | None = None) -> Installation: ...
+def install(*, entropy: Entropy | None = None) -> Installation: ...
