@@ -3,10 +3,13 @@
 #ifndef FLCE_LOSS_H
 #define FLCE_LOSS_H
 
+#include <math.h>
+
 #include "flce.h"
 
-/* The curves by which options cap the logits: odd, bounded by 1, of slope 1 at 0. Each backend has
- * them and their slopes in one place: cpu/rows_general.c, cuda/rows/row.cuh. */
+/* The curves by which options cap the logits: odd, bounded by 1, of slope 1 at 0. They and their
+ * slopes are computed by cap_logits of cpu/rows_general.c, for single values by flce_capped below,
+ * and by capped and cap_slope of cuda/rows/row.cuh. */
 typedef enum flce_curve { FLCE_LINE, FLCE_TANH } flce_curve;
 
 /* l = outer_scale curve(inner_scale z); FLCE_LINE leaves its argument as it is. */
@@ -14,6 +17,17 @@ typedef struct flce_logit_map {
   flce_curve curve;
   double inner_scale, outer_scale;
 } flce_logit_map;
+
+/* curve(u). */
+static inline double flce_capped(flce_curve curve, double u) {
+  switch (curve) {
+    case FLCE_LINE:
+      return u;
+    case FLCE_TANH:
+      return tanh(u);
+  }
+  return NAN; /* an enum may hold any integer */
+}
 
 /* The map of a row; `temperature`: loss->temperature, times the row's own. */
 static inline flce_logit_map flce_logit_map_of(const flce_loss* loss, double temperature) {

@@ -244,6 +244,11 @@ def _fake_cross_entropy_forward(call):
     return calls.LogitsOutputs(**_fake_loss(target, options, dtype, True))
 
 
+def _fake_logits_backward(call):
+    logits = call.forward.logits
+    return logits.new_empty(logits.shape)
+
+
 def _of_record(kind, fake):
     """The fake implementation of an operator by one that takes its call as a record."""
     return lambda *args: fake(calls.read(kind, args))
@@ -257,7 +262,7 @@ _FAKES = {
     "scale_": lambda *args: None,
     "scaled": lambda grad, grad_output, scalars, dtype: torch.empty_like(grad, dtype=dtype),
     "cross_entropy_forward": _of_record(calls.LogitsCall, _fake_cross_entropy_forward),
-    "cross_entropy_backward": lambda _, grad_stats, logits, *rest: logits.new_empty(logits.shape),
+    "cross_entropy_backward": _of_record(calls.LogitsBackwardCall, _fake_logits_backward),
 }
 
 for _name, _fake in _FAKES.items():

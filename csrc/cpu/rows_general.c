@@ -60,11 +60,17 @@ static void tanh_floats(const flce_row_kernels* kernels, float* restrict l, floa
 }
 
 static void cap_logits(const row_pass* pass, const flce_logit_map* map, row_part* part) {
-  if (map->curve == FLCE_TANH && pass->stat == FLCE_F64)
-    tanh_doubles(part->l.wide, part->slope.wide, map, part->count);
-  else if (map->curve == FLCE_TANH)
-    tanh_floats(pass->l_kernels, part->l.narrow, part->slope.narrow, part->e.narrow, map,
-                part->count);
+  switch (map->curve) {
+    case FLCE_LINE:
+      return;
+    case FLCE_TANH:
+      if (pass->stat == FLCE_F64)
+        tanh_doubles(part->l.wide, part->slope.wide, map, part->count);
+      else
+        tanh_floats(pass->l_kernels, part->l.narrow, part->slope.narrow, part->e.narrow, map,
+                    part->count);
+      return;
+  }
 }
 
 void flce_cpu_transform(const row_pass* pass, const flce_logit_map* map, const void* z,

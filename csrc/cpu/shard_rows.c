@@ -26,8 +26,7 @@ static double logit_of(const flce_pack_args* call, flce_dtype stat, int64_t i, i
          flce_load(call->w, call->dtype, column * call->hidden + h);
   const flce_loss* options = &call->rows->options;
   flce_logit_map map = flce_logit_map_of(options, options->temperature);
-  z *= map.inner_scale;
-  return map.outer_scale * (map.curve == FLCE_TANH ? tanh(z) : z);
+  return map.outer_scale * flce_capped(map.curve, map.inner_scale * z);
 }
 
 static void pack_row(const shard_pass* job, int64_t r) {

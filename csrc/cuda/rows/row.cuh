@@ -124,16 +124,29 @@ __device__ __forceinline__ double tanh_of(double u) {
   return tanh(u);
 }
 
-/* curve(inner_scale z), inner_scale being 1 for FLCE_LINE. */
+/* curve(inner_scale z), inner_scale being 1 for FLCE_LINE. The switches over curves have no
+ * default, so that the compiler says which one lacks the next. */
 template <bool FAST, typename S>
 __device__ __forceinline__ S capped(flce_curve curve, S inner_scale, S z) {
-  return curve != FLCE_LINE ? tanh_of<FAST>(inner_scale * z) : z;
+  switch (curve) {
+    case FLCE_LINE:
+      return z;
+    case FLCE_TANH:
+      return tanh_of<FAST>(inner_scale * z);
+  }
+  __builtin_unreachable();
 }
 
 /* The curve's slope where it is t; 0 where l is -inf or rounding makes t exceed 1. */
 template <typename S>
 __device__ __forceinline__ S cap_slope(flce_curve curve, S t) {
-  return curve != FLCE_LINE ? fmax(1 - t * t, (S)0) : 1;
+  switch (curve) {
+    case FLCE_LINE:
+      return 1;
+    case FLCE_TANH:
+      return fmax(1 - t * t, (S)0);
+  }
+  __builtin_unreachable();
 }
 
 /* ---- vectors and tiles of a row ---- */

@@ -5,6 +5,7 @@
 #include "cuda/common/reductions.cuh"
 #include "cuda/common/row_status.cuh"
 #include "cuda/common/vectors.cuh"
+#include "cuda/rows/row.cuh"
 #include "loss.h"
 #include "merge.h"
 
@@ -69,8 +70,8 @@ __global__ void __launch_bounds__(kPackWarps* kWarp)
     }
     if (r.predictions) {
       const int64_t column = r.predictions[ref.at];
-      const double z = map.inner_scale * z_of_column<T>(call, kStat, ref.at, column, lane);
-      values[FLCE_SHARD_STAT_TOP] = map.outer_scale * (map.curve == FLCE_TANH ? tanh(z) : z);
+      const double z = z_of_column<T>(call, kStat, ref.at, column, lane);
+      values[FLCE_SHARD_STAT_TOP] = map.outer_scale * capped<false>(map.curve, map.inner_scale, z);
       values[FLCE_SHARD_STAT_COLUMN] = (double)(call.shard.first + column);
     }
   }
