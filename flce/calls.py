@@ -322,9 +322,10 @@ def run_plan(gpu, index, options, sizes):
 
 def save(ctx, record):
     """Saves a record's tensors for the backward of an autograd Function."""
-    ctx.save_for_backward(*flat(record))
+    ctx.save_for_backward(*(flat(record) if _records_in(type(record)) else record))
 
 
 def saved(ctx, kind):
     """What `save` saved of a record of this class."""
-    return read(kind, ctx.saved_tensors)
+    values = ctx.saved_tensors
+    return read(kind, values) if _records_in(kind) else kind(*values)

@@ -67,6 +67,7 @@ def share_of_memory(device):
     return memory // 8
 
 
+@functools.cache
 def default_memory(device):
     """The Memory of a call without max_memory: 1 GiB, or 1/8 of the device's memory if smaller."""
     share = share_of_memory(device)

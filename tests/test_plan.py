@@ -405,7 +405,8 @@ def test_kept_logits_may_exceed_a_chunk(device, outputs, monkeypatch):
     size = 20000 * 32768 * 2
     call = {"dtype": torch.bfloat16, "device": device, **outputs}
     for share, kept in ((size, True), (size - 1, False)):
-        monkeypatch.setattr(packing, "share_of_memory", lambda _, share=share: share)
+        memory = packing.Memory(1 << 30, share, saves_memory=True)
+        monkeypatch.setattr(packing, "default_memory", lambda _, memory=memory: memory)
         plan = flce.plan(20000, 64, 32768, **call)
         assert (plan.save == "logits") == kept
         assert not kept or plan.buffers["saved"] == size
