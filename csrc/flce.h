@@ -232,6 +232,7 @@ void flce_choose_strategy(const flce_problem* problem, const flce_facts* facts,
 /* The strategy where neither rows nor facts decide it, else FLCE_SAVE_AUTO. */
 flce_save flce_known_strategy(const flce_problem* problem);
 
+/* Graphs choose by the same two limits: with_strategy of flce/fakes.py. */
 static inline flce_save flce_strategy_of(const flce_strategy* strategy, int64_t rows) {
   if (rows <= strategy->few_rows) return strategy->few;
   return rows <= strategy->some_rows ? strategy->some : strategy->many;

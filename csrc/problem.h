@@ -161,13 +161,12 @@ typedef struct flce_loss {
  * beta KL(q || m) + (1 - beta) KL(p || m).
  *
  * X(name here, name in calls, takes_mean, largest). From these rows follow the enum, the range of
- * its values, Python's names (flce/options.py) and the CUDA kernels. A compiled graph holds the
- * number of a row: a new one is the last.
- * takes_mean: p times the derivatives by p has a sum to be taken out of the gradient
- * (flce_divergence_mean). If not, its sum is 0 but for errors, and one pass makes loss and dz.
- * largest: a bound of a row's gradient by l, for row factors of 1, from which float16's loss scale
- * follows. p log(p / q) of the reverse KL has none: where it exceeds this one by four times,
- * float16 overflows. */
+ * its values, Python's DIVERGENCES (flce/packing.py) and the CUDA kernels. A compiled graph holds
+ * the number of a row: a new one is the last. takes_mean: p times the derivatives by p has a sum to
+ * be taken out of the gradient (flce_divergence_mean). If not, its sum is 0 but for errors, and one
+ * pass makes loss and dz. largest: a bound of a row's gradient by l, for row factors of 1, from
+ * which float16's loss scale follows. p log(p / q) of the reverse KL has none: where it exceeds
+ * this one by four times, float16 overflows. */
 #define FLCE_DIVERGENCES(X)               \
   X(FORWARD_KL, "forward_kl", false, 1.0) \
   X(REVERSE_KL, "reverse_kl", true, 16.0) \

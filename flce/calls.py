@@ -23,7 +23,7 @@ class CallOptions(typing.NamedTuple):
 
     valid_vocab: the number of classes that take part; None: all. rows: how many rows are computed;
     None: all; COUNTED: those that are not ignored. integers, numbers: the values of
-    options.INTEGERS, and after them the layout, and of options.NUMBERS. group: the name of the
+    packing.INTEGERS, and after them the layout, and of packing.NUMBERS. group: the name of the
     process group whose ranks divide the vocabulary.
     """
 
@@ -49,7 +49,7 @@ class CallOptions(typing.NamedTuple):
 
 class Teacher(typing.NamedTuple):
     """The teacher of a divergence. input: its hidden states, (..., H'), or without a weight its
-    logits, (..., V); temperature: of each row; numbers: options.TEACHER_NUMBERS."""
+    logits, (..., V); temperature: of each row; numbers: packing.TEACHER_NUMBERS."""
 
     input: torch.Tensor
     weight: Optional
@@ -128,7 +128,7 @@ class ForwardOutputs(typing.NamedTuple):
         return self._replace(loss=loss, **dict(zip(DIFFERENTIABLE[1:], others, strict=False)))
 
     def strategy(self):
-        """What "auto" became."""
+        """What "auto" became, by the outputs that each strategy alone has: all of flce_save."""
         if self.saved is not None:
             return "samples" if self.saved.dtype == torch.int32 else "logits"
         if any(grad is not None for grad in (self.grad_input, self.grad_weight, self.grad_bias)):

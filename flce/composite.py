@@ -121,7 +121,7 @@ def check_options(options, rows, **sizes):
 
 
 def _call_options(packed, of_call, rows, first_token):
-    """The calls.CallOptions with the values of an options.OfCall."""
+    """The calls.CallOptions with the values of an packing.OfCall."""
     integers = packed.integers(of_call)
     options = calls.CallOptions(packed.valid_vocab, rows, integers, packed.numbers, packed.group)
     return options.replaced(first_token=first_token) if first_token else options
@@ -219,7 +219,7 @@ def linear_divergence_of(
     options,
 ):
     """The loss. `teacher_input`: its hidden states, or without a weight its logits;
-    `teacher_numbers`: options.TEACHER_NUMBERS; `options`: the other ones."""
+    `teacher_numbers`: packing.TEACHER_NUMBERS; `options`: the other ones."""
     tensors = teacher_input, teacher_weight, teacher_bias, teacher_temperature
     tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
     teacher = calls.Teacher(*tensors, teacher_numbers)

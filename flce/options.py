@@ -66,7 +66,7 @@ class _Scales(TypedDict, total=False):
     temperature: Annotated[float | Tensor, Option(1.0, "float")]
 
 
-class _Curve(_Scales, total=False):
+class _OfEveryLoss(_Scales, total=False):
     ignore_index: Annotated[int | None, Option(-100, "int?")]
     softcap: Annotated[float | None, Option(None, "float?")]
 
@@ -158,10 +158,10 @@ class _Returns(_PlannedReturns, total=False):
 class _Terms(_Reduction, _Smoothing, _ZLoss): ...
 
 
-class _OfLogits(_Curve, _Terms, _Factors): ...
+class _OfLogits(_OfEveryLoss, _Terms, _Factors): ...
 
 
-class _OfHead(_Bias, _Adapter, _Curve, _Padding, _Computation, _LogitsDtype, _Seed): ...
+class _OfHead(_Bias, _Adapter, _OfEveryLoss, _Padding, _Computation, _LogitsDtype, _Seed): ...
 
 
 class _OfRows(_OfHead, _Bound, _Save): ...
@@ -177,7 +177,7 @@ class _OfLoss(_OfReference, _Accumulates, _Sharded): ...
 
 
 class _OfPlan(
-    _Curve, _Terms, _Shift, _Padding, _Computation, _LogitsDtype, _Save, _Accumulates
+    _OfEveryLoss, _Terms, _Shift, _Padding, _Computation, _LogitsDtype, _Save, _Accumulates
 ): ...
 
 
@@ -203,7 +203,7 @@ class LinearLossOptions(_OfHead, _Shift, _Accumulates, _Sharded):
 
 class DivergenceOptions(
     _Bias,
-    _Curve,
+    _OfEveryLoss,
     _Reduction,
     _RowFactors,
     _Shift,

@@ -106,7 +106,7 @@ def mean_of(total, valid, num_items):
 def results(packed, outputs, target, of_loss, rows):
     """The loss, or a LinearCrossEntropyOutput if more outputs are wanted.
 
-    packed: options.Packed; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
+    packed: packing.Packed; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
     composite.LossTensors; rows: as in calls.CallOptions.
     """
     has_classes = outputs.class_logits is not None

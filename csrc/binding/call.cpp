@@ -311,7 +311,7 @@ flce_problem teacher_of(const flce_problem& student) {
   problem.first_class = student.first_class;
   problem.classes = student.classes;
   problem.input_is_sharded = student.input_is_sharded;
-  problem.loss = student.loss;
+  problem.loss = student.loss; /* make_teacher replaces what maps logits */
   problem.divergence = student.divergence;
   problem.max_memory = student.max_memory;
   problem.kept_memory = student.kept_memory;

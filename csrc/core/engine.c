@@ -41,7 +41,8 @@ static flce_status exchange_all_statistics(const execution* e) {
   return all.rows > 0 ? flce_exchange_statistics(e, &all) : FLCE_OK;
 }
 
-/* save=stats: the statistics are an output. */
+/* save=stats: the statistics are an output. flce_begin_loss, which prepares scalars and blank rows,
+ * runs once: with the first chunk's logits GEMM, before or beside it, or where there is no row. */
 static flce_status forward_stats(const execution* e) {
   if (e->problem->rows == 0) FLCE_TRY(flce_begin_loss(e, false));
   for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
@@ -222,7 +223,8 @@ static flce_status backward_logits(execution* e) {
   return flce_finish_gradients(e);
 }
 
-/* save=stats: one GEMM more than save=logits, to compute the logits again. */
+/* save=stats: one GEMM more than save=logits, to compute the logits again. flce_upstream_dz
+ * overwrites them by E in form exp, by dz in form dz. */
 static flce_status backward_stats(execution* e) {
   FLCE_TRY(flce_open_operands(e, true, true));
   FLCE_TRY(begin_backward(e));
@@ -277,7 +279,7 @@ static execution open_execution(const flce_backend* backend, shard_call* shard,
                                 const flce_tensors* tensors, unsigned pass) {
   execution e = {.backend = backend,
                  .pass = pass,
-                 .shard = shard,
+                 .shard = flce_is_sharded(problem) ? shard : NULL,
                  .problem = problem,
                  .plan = plan,
                  .tensors = tensors,

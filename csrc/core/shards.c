@@ -94,7 +94,6 @@ static flce_status choose_partial_dx(const execution* e) {
 flce_status flce_open_shard(execution* e, bool reads_input) {
   shard_call* shard = e->shard;
   const flce_problem* problem = e->problem;
-  if (!flce_is_sharded(problem)) e->shard = NULL;
   if (!e->shard) return FLCE_OK;
   if (!shard->comm)
     return flce_fail(FLCE_INVALID_ARGUMENT,

@@ -38,8 +38,8 @@ void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
   *strategy = always(flce_known_strategy(given));
   if (strategy->few != FLCE_SAVE_AUTO) return;
   problem.save = FLCE_SAVE_LOGITS;
-  flce_plan kept = {.save = FLCE_SAVE_LOGITS};
-  flce_choose_logits(&problem, facts, &kept);
+  flce_plan logits = {.save = FLCE_SAVE_LOGITS};
+  flce_choose_logits(&problem, facts, &logits);
   bool gpu = facts->multiprocessors > 0;
   /* The forward must not make gradients in three cases: the backward adds to the caller's; a
    * compiled backward gets zeros in place of no gradient of lse or entropy, and would compute all
@@ -47,23 +47,23 @@ void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
    * not normalized and of a large z-loss. */
   bool unbounded = problem.has_probabilities || problem.loss.z_loss > F16_Z_LOSS;
   bool late = problem.accumulates || (problem.traced && problem.differentiates_outputs) ||
-              (unbounded && kept.dtype == FLCE_F16);
-  bool keeps_gradients = problem.reduction != FLCE_NONE && !late;
-  if (gpu && keeps_gradients && problem.saves_memory && !problem.differentiates_outputs) {
+              (unbounded && logits.dtype == FLCE_F16);
+  bool may_make_gradients = problem.reduction != FLCE_NONE && !late;
+  if (gpu && may_make_gradients && problem.saves_memory && !problem.differentiates_outputs) {
     /* Gradients of lse or entropy would make save=grads recompute the logits. */
     *strategy = always(FLCE_SAVE_GRADS);
     return;
   }
-  int64_t saved_row = kept.saved_pitch * flce_size_of(kept.saved_dtype);
-  int64_t weight_bytes = problem.vocab * problem.hidden * flce_size_of(kept.dtype);
-  bool small = gpu && keeps_gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
+  int64_t saved_row = logits.saved_pitch * flce_size_of(logits.saved_dtype);
+  int64_t weight_bytes = problem.vocab * problem.hidden * flce_size_of(logits.dtype);
+  bool small = gpu && may_make_gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
   strategy->few = small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS;
   strategy->some = FLCE_SAVE_LOGITS;
-  strategy->many = keeps_gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
+  strategy->many = may_make_gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
   int64_t kept_memory = strategy->many == FLCE_SAVE_GRADS && !problem.differentiates_outputs
                             ? problem.max_memory
                             : problem.kept_memory;
   strategy->some_rows = saved_row > 0 ? kept_memory / saved_row : INT64_MAX;
-  int64_t row = logits_row_bytes(&problem, facts, kept.dtype);
+  int64_t row = logits_row_bytes(&problem, facts, logits.dtype);
   strategy->few_rows = min64(strategy->some_rows, row > 0 ? problem.max_memory / row : INT64_MAX);
 }

@@ -10,12 +10,12 @@ flce_status flce_open_teacher(execution* e, const flce_problem* student, const f
   FLCE_TRY(flce_plan_teacher(e->backend, student, e->plan->chunk_rows, &call->plan));
   execution* own = &call->own;
   *own = *e;
-  own->shard = e->shard ? &call->shard : NULL;
+  own->shard = e->shard && flce_is_sharded(&call->problem) ? &call->shard : NULL;
   own->problem = &call->problem;
   own->plan = &call->plan;
   own->tensors = &call->tensors;
   own->stat = flce_stat_dtype(call->plan.dtype);
-  if (e->shard) {
+  if (own->shard) {
     call->shard.comm = e->shard->comm;
     call->shard.local_scalars = caller->scalars;
   }

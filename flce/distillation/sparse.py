@@ -33,7 +33,7 @@ def _jsd(log_p, log_q, beta):
     return beta * _kl(log_q, log_m) + (1.0 - beta) * _kl(log_p, log_m)
 
 
-# Each of options.DIVERGENCES, of the student's log_p and the teacher's log_q.
+# Each of packing.DIVERGENCES, of the student's log_p and the teacher's log_q.
 DEFINITIONS = {
     "forward_kl": lambda log_p, log_q, _: _kl(log_q, log_p),
     "reverse_kl": lambda log_p, log_q, _: _kl(log_p, log_q),
