@@ -81,21 +81,20 @@ class LossTensors(typing.NamedTuple):
     num_items: torch.Tensor | None = None
 
 
-def _check_target(packed, tensors, target):
-    """The checks of what C cannot see."""
+def _loss_tensors(packed, tensors, target, device, dtype):
+    """The LossTensors, after the checks of what C cannot see. device, dtype: of input or logits."""
+    for name in ("weight", "token_weight", "temperature"):
+        if name in tensors:
+            validate.check_constant(name, tensors[name])
     validate.check_constant("target", target)
     if packed.wanted.accuracy and target.is_floating_point():
         expected = "False with probabilities, which name no class to be right about"
         validate.refuse("return_accuracy", expected, True)
     if packed.wanted.tail_lse and tensors.get("classes") is None and not packed.topk:
         validate.refuse("return_tail_lse", "False without classes or topk", True)
-
-
-def _loss_tensors(packed, tensors, target, device, dtype):
-    """The LossTensors, after the checks of what C cannot see. device, dtype: of input or logits."""
+    if not tensors:
+        return _NO_TENSORS
     of_loss = {name: tensors[name] for name in LossTensors._fields if name in tensors}
-    for name in of_loss.keys() - {"num_items"}:
-        validate.check_constant(name, of_loss[name])
     temperature, num_items = of_loss.get("temperature"), of_loss.get("num_items")
     if temperature is not None and temperature.dim() == 0:
         of_loss["temperature"] = temperature.expand(fakes.rows_shape(target))
@@ -152,13 +151,10 @@ def linear_cross_entropy_of(
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
         input, linear_weight, weight_leaf, frozen_hidden = joined
+    of_loss = _loss_tensors(packed, tensors, target, input.device, input.dtype)
     leaves, grad = (input, weight_leaf, tensors.get("linear_bias")), torch.is_grad_enabled()
     wanted = [grad and leaf is not None and leaf.requires_grad for leaf in leaves]
     accumulator = _accumulator(packed, linear_weight, wanted[1] and frozen_hidden == 0)
-    of_loss = _NO_TENSORS
-    if tensors:
-        of_loss = _loss_tensors(packed, tensors, target, input.device, input.dtype)
-    _check_target(packed, tensors, target)
     offsets = tensors.get("cu_seqlens")
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
@@ -193,6 +189,9 @@ def linear_cross_entropy_of(
         sharding.hooks().before_call(sharding.ShardedCall(call, options, caller))
     if (seed := _seed(packed, tensors, input.device)) is not None:
         call = call._replace(seed=seed)
+    if of_call.traced and any(wanted) and not teacher:
+        # The graph's backward needs the outputs that the fakes had, whatever its rows are then.
+        call = call._replace(options=fakes.with_strategy(call))
     outputs = calls.run(call)
     if any(wanted):
         names = _differentiable(packed, classes is not None or packed.topk > 0)
@@ -231,10 +230,7 @@ def cross_entropy_of(logits, target, options):
     packed, tensors = split(options)
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *tensors.values())
-    of_loss = _NO_TENSORS
-    if tensors:
-        of_loss = _loss_tensors(packed, tensors, target, logits.device, logits.dtype)
-    _check_target(packed, tensors, target)
+    of_loss = _loss_tensors(packed, tensors, target, logits.device, logits.dtype)
     wants_gradient = torch.is_grad_enabled() and logits.requires_grad
     call = calls.LogitsCall(
         logits,

@@ -253,8 +253,8 @@ class Packed:
         self.max_memory = None if memory is None else parse_bytes(memory)
         shard = self.shard = shard_of(options["vocab_parallel"])
         self.group, self.ranks, self.rank = shard.group, shard.ranks, shard.rank
-        self.logit_options = {name: options[name] for name in LOGIT_OPTIONS}
         self.numbers = tuple(_number(name, options[name]) for name in NUMBERS)
+        self.logit_options = self._logit_options()
         values = {name: _choice(name, options[name]) for name in CHOICES}
         for name in ("accum_dtype", "logits_dtype"):
             dtype = options[name]
@@ -268,6 +268,13 @@ class Packed:
         values["ignore_index"], values["topk"] = self.ignore_index, self.topk
         values["first_token"] = 0
         self._values, self._lists = values, {}
+
+    def _logit_options(self):
+        """The arguments of reference.final_logits."""
+        numbers = dict(zip(NUMBERS, self.numbers, strict=True))
+        # 0.0 stands for None.
+        is_none = {name: OPTIONS[name].default is None for name in LOGIT_OPTIONS}
+        return {n: None if is_none[n] and numbers[n] == 0.0 else numbers[n] for n in LOGIT_OPTIONS}
 
     def memory(self, device):
         """The Memory of a call on this device."""

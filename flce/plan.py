@@ -143,7 +143,9 @@ def plan(
         options["vocab_parallel"] = packing.Shard(
             "plan", ranks, vocab=vocab, input_is_sharded=int(sequence), wide_terms=wide_terms
         )
-    added, attribute = -1, grad_weight and options["accumulate_into"]
+    packed, _ = packing.split(options)
+    memory = packed.memory(gpu or device)
+    added, attribute = -1, grad_weight and packed.accumulate_into
     if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
         added = codes["weight_dtype"]
         added = added if attribute == "grad" else min(added, table.DTYPES.index(torch.float32))
@@ -152,10 +154,9 @@ def plan(
     sizes |= {"on_cpu": not gpu and device.type == "cpu", "probabilities": bool(probabilities)}
     sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
-    packed, _ = packing.split(options)
     # The GEMMs' dtype is that of autocast whether or not it is on.
     of_call = packing.OfCall(
-        memory=packed.memory(gpu or device),
+        memory=memory,
         gradients=packing.Gradients(grad_input, grad_weight, bias),
         autocast=codes["dtype"],
         accumulates=added >= 0,

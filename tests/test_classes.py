@@ -3,6 +3,7 @@ targets (ids, probabilities): what drawn calls (drawn.py) do not have."""
 
 import functools
 import math
+from fractions import Fraction
 
 import cases
 import pytest
@@ -314,3 +315,11 @@ def test_gradients_of_confident_rows(device, dtype, save):
         errors[name] = max(cases.relative_error(a, b) for a, b in zip(ours, right, strict=True))
     assert errors["at"] <= 2.0 * errors["target"] + cases.LOGIT_ROUNDING[dtype], errors
     assert errors["sparse"] <= 2.0 * errors["dense"] + cases.LOGIT_ROUNDING[dtype], errors
+
+
+@pytest.mark.parametrize("scale", [Fraction(1, 2), -(2**70), 2**64])
+def test_the_logits_of_classes_are_mapped_by_floats(scale):
+    x, w, target = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
+    got = flce.linear_cross_entropy(x, w, target, topk=3, logit_scale=scale)
+    expected = flce.linear_cross_entropy(x, w, target, topk=3, logit_scale=float(scale))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if a is not None)

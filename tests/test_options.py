@@ -98,3 +98,19 @@ def test_inputs_are_left_alone(device):
         torch.autograd.grad(loss, [case.input, case.linear_weight])
     for leaf, (values, version) in zip(leaves, versions, strict=True):
         assert torch.equal(leaf, values) and leaf._version == version
+
+
+CONSTANTS = ("temperature", "weight", "token_weight", "target")
+
+
+@pytest.mark.parametrize("first", range(len(CONSTANTS)))
+def test_the_first_wrong_argument_is_named(first):
+    """In the order of CONSTANTS, and before what follows from the values of others."""
+    x, w = torch.randn(4, 8), (torch.randn(11, 8).requires_grad_() * 1)
+    shapes = {"weight": (11,), "token_weight": (4,), "temperature": (4,), "target": (4, 11)}
+    wrong = {name: torch.rand(shapes[name]).requires_grad_() for name in CONSTANTS[first:]}
+    target = wrong.pop("target")
+    with pytest.raises(ValueError, match=f"^{CONSTANTS[first]}: expected a tensor that does not"):
+        flce.linear_cross_entropy(
+            x, w, target, accumulate_into="grad", num_items=-1, return_tail_lse=True, **wrong
+        )

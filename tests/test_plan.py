@@ -448,3 +448,11 @@ def test_a_tile_of_logits_is_enough():
         tile = 128 * (-(-vocab * size // 128) * 128)
         for budget in (None, tile):
             flce.plan(tokens, hidden, vocab, device=pick.choice(gpus), max_memory=budget, **options)
+
+
+def test_wrong_values_are_refused_by_name():
+    with pytest.raises(ValueError, match="^device: expected a CPU or CUDA device that is present"):
+        flce.plan(6, 11, 8, device="")
+    for value in (torch.tensor([1.0, 2.0]), torch.ones(1)):
+        with pytest.raises(ValueError, match="^accumulate_into: expected one of"):
+            flce.plan(6, 11, 8, device="cpu", accumulate_into=value)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -417,3 +418,23 @@ def test_jit_trace_is_refused():
     x, w = torch.ones(6, HIDDEN), torch.ones(VOCAB, HIDDEN)
     with pytest.raises(RuntimeError, match="torch.jit.trace is not supported; use"):
         torch.jit.trace(flce.linear_cross_entropy, (x, w, torch.arange(6)))
+
+
+@pytest.mark.parametrize(("traced", "run"), [(7, 5000), (5000, 7)])
+def test_a_symbolic_graph_keeps_its_strategy(traced, run):
+    """Whatever the number of rows is: its backward reads the outputs that it was traced with."""
+
+    def drawn(rows):
+        generator = torch.Generator().manual_seed(rows)
+        target = torch.randint(11, (rows,), generator=generator)
+        shapes = (rows, 8), (11, 8)
+        return *(torch.randn(shape, generator=generator) for shape in shapes), target
+
+    def gradients(x, w, target):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        output = flce.linear_cross_entropy(x, w, target, max_memory="64KiB", return_lse=True)
+        return output.loss, *torch.autograd.grad(output.loss + output.lse.sum(), (x, w))
+
+    graph = make_fx(gradients, tracing_mode="symbolic")(*drawn(traced))
+    for got, expected in zip(graph(*drawn(run)), gradients(*drawn(run)), strict=True):
+        torch.testing.assert_close(got, expected)
