@@ -89,12 +89,18 @@ def part_from(first_token):
 def _check_tensors(function, operands, options):
     """TypeError for an operand, or an option of _OPTIONAL, that is no tensor. A plain tensor
     that is not dense is refused where an operator fails (operators.py)."""
-    tensors = function.tensors(operands)
-    tensors |= {name: value for name, value in options.items() if name in _OPTIONAL}
-    for name, value in tensors.items():
-        is_absent = value is None and name in _OPTIONAL
-        if not is_absent and type(value) not in _PLAIN:
-            validate.check_tensor(name, value)
+    if not all(type(value) in _PLAIN for value in operands):
+        for name, value in function.tensors(operands).items():
+            _check_tensor(name, value)
+    for name, value in options.items():
+        if name in _OPTIONAL:
+            _check_tensor(name, value)
+
+
+def _check_tensor(name, value):
+    is_absent = value is None and name in _OPTIONAL
+    if not is_absent and type(value) not in _PLAIN:
+        validate.check_tensor(name, value)
 
 
 def _has_override(tensor):
