@@ -9,7 +9,7 @@ import torch
 
 from . import composite, validate
 from .modes import is_traced
-from .options import defaults
+from .options import OUTPUTS, defaults
 from .outputs import mean_of
 from .packing import ignore_index_of
 
@@ -102,7 +102,8 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     outputs = outputs._replace(
         loss=loss, class_logits=None, lse=outputs.lse if return_lse else None
     )
-    return outputs if any(value is not None for value in outputs[1:]) else loss
+    has_outputs = any(getattr(outputs, name) is not None for name in OUTPUTS)
+    return outputs if has_outputs else loss
 
 
 _OF_ROWS = ("reduction", "z_loss", "return_lse")

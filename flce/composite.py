@@ -23,7 +23,7 @@ from .options import (
     types_of,
 )
 from .outputs import results
-from .packing import Gradients, OfCall, Shard, replaced, split
+from .packing import OfCall, Shard, WantedGradients, replaced, split
 from .targets import shifted_target
 
 # Between the seeds of one rank and the next: the draws of the ranks' classes in a row have to be
@@ -111,7 +111,7 @@ def check_options(options, rows, **sizes):
     others that are known, by their names in the operator's schema."""
     packed, _ = split(options)
     accumulates = packed.accumulate_into is not None
-    gradients = Gradients(grad_input=True, grad_weight=True)
+    gradients = WantedGradients(grad_input=True, grad_weight=True)
     integers = packed.integers(OfCall(gradients=gradients, accumulates=accumulates))
     # Which dtypes are allowed depends on that of the operands.
     integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
@@ -120,7 +120,7 @@ def check_options(options, rows, **sizes):
 
 
 def _call_options(packed, of_call, rows, first_token):
-    """The calls.CallOptions with the values of an packing.OfCall."""
+    """The calls.CallOptions with the values of a packing.OfCall."""
     integers = packed.integers(of_call)
     options = calls.CallOptions(packed.valid_vocab, rows, integers, packed.numbers, packed.group)
     return options.replaced(first_token=first_token) if first_token else options
@@ -159,9 +159,10 @@ def linear_cross_entropy_of(
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
-    gradients = Gradients(*wanted)
+    has_class_logits = classes is not None or packed.topk > 0
+    gradients = WantedGradients(*wanted)
     if teacher and (packed.reduction == "none" or options.get("save") == "stats"):
-        gradients = Gradients()  # the backward makes them
+        gradients = WantedGradients()  # the backward makes them
     of_call = OfCall(
         memory=packed.memory(input.device),
         gradients=gradients,
@@ -170,20 +171,36 @@ def linear_cross_entropy_of(
         # A divergence adds what its forward has made, if anything.
         accumulates=accumulator is not None and not teacher,
         traced=is_traced(),
-        class_gradient=classes is not None or packed.topk > 0,
+        class_gradient=has_class_logits,
         allow_tf32=input.is_cuda and input.dtype is torch.float32 and _tf32_is_on(),
     )
     call_options = _call_options(packed, of_call, _rows(packed, target), first_token)
-    of_rows = of_loss.token_weight, of_loss.temperature, of_loss.num_items
-    bias = tensors.get("linear_bias")
     if teacher:
         call = calls.DivergenceCall(
-            input, linear_weight, target, bias, *of_rows, None, teacher, call_options
+            input,
+            linear_weight,
+            target,
+            tensors.get("linear_bias"),
+            of_loss.token_weight,
+            of_loss.temperature,
+            of_loss.num_items,
+            seed=None,
+            teacher=teacher,
+            options=call_options,
         )
     else:
-        of_loss_and_rows = of_loss.weight, *of_rows
         call = calls.ForwardCall(
-            input, linear_weight, target, bias, *of_loss_and_rows, None, classes, call_options
+            input,
+            linear_weight,
+            target,
+            tensors.get("linear_bias"),
+            of_loss.weight,
+            of_loss.token_weight,
+            of_loss.temperature,
+            of_loss.num_items,
+            seed=None,
+            classes=classes,
+            options=call_options,
         )
     if packed.ranks > 1:
         sharding.hooks().before_call(sharding.ShardedCall(call, options, caller))
@@ -194,7 +211,7 @@ def linear_cross_entropy_of(
         call = call._replace(options=fakes.with_strategy(call))
     outputs = calls.run(call)
     if any(wanted):
-        names = _differentiable(packed, classes is not None or packed.topk > 0)
+        names = _differentiable(packed, has_class_logits)
         outputs = autograd.with_graph(call, outputs, leaves, names, True, accumulator)
     outputs = outputs.of_forward() if teacher else outputs
     return results(packed, outputs, target, of_loss, call_options.rows)
@@ -239,7 +256,7 @@ def cross_entropy_of(logits, target, options):
         of_loss.token_weight,
         of_loss.temperature,
         of_loss.num_items,
-        packed.integers(OfCall(gradients=Gradients(grad_input=wants_gradient))),
+        packed.integers(OfCall(gradients=WantedGradients(grad_input=wants_gradient))),
         packed.numbers,
     )
     outputs = calls.run(call)

@@ -96,7 +96,7 @@ class Memory(typing.NamedTuple):
     saves_memory: bool = False
 
 
-class Gradients(typing.NamedTuple):
+class WantedGradients(typing.NamedTuple):
     """Which gradients are wanted."""
 
     grad_input: bool = False
@@ -104,7 +104,7 @@ class Gradients(typing.NamedTuple):
     grad_bias: bool = False
 
 
-GRADIENTS = Gradients._fields
+GRADIENTS = WantedGradients._fields
 
 
 class OfCall(typing.NamedTuple):
@@ -117,7 +117,7 @@ class OfCall(typing.NamedTuple):
     """
 
     memory: Memory = Memory()
-    gradients: Gradients = Gradients()
+    gradients: WantedGradients = WantedGradients()
     autocast: int = -1
     frozen_hidden: int = 0
     accumulates: bool = False

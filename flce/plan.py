@@ -157,7 +157,7 @@ def plan(
     # The GEMMs' dtype is that of autocast whether or not it is on.
     of_call = packing.OfCall(
         memory=memory,
-        gradients=packing.Gradients(grad_input, grad_weight, bias),
+        gradients=packing.WantedGradients(grad_input, grad_weight, bias),
         autocast=codes["dtype"],
         accumulates=added >= 0,
         class_gradient="classes" in teacher,

@@ -470,7 +470,8 @@ def peak_bytes(function, device):
     allocator's rounding). What `function` returns is kept until the end."""
     if torch.device(device).type == "cuda":
         gc.collect()  # else earlier tests' cycles, freed during the call, lower it
-        # Nor may autograd's thread free then what the last backward held: it does before this one.
+        # Autograd's thread may still hold tensors of the last backward. It frees them before it
+        # runs another one.
         torch.ones((), device=device, requires_grad=True).backward()
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]

@@ -1,5 +1,5 @@
-"""Gradients of deferred logits and of steps of them: whoever asks for them, sets hooks on them or
-writes to them finds those of real logits."""
+"""Gradients of deferred logits and of steps of them are those of real logits, for autograd.grad,
+hooks and writes to them."""
 
 import contextlib
 import functools

@@ -13,7 +13,7 @@ import flce
 from flce import packing
 from flce.fakes import describe_sizes
 from flce.options import CHOICES, DTYPES, RETURNS
-from flce.packing import Gradients, OfCall, split
+from flce.packing import OfCall, WantedGradients, split
 
 BF16 = {"dtype": torch.bfloat16}
 NAMES = {"input": "grad_input", "linear_weight": "grad_weight"}
@@ -119,7 +119,7 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
     """As the fakes ask, which know the type of the device alone."""
     dtype = DTYPES.index(options.get("dtype", torch.float32))
     packed, _ = split({name: value for name, value in options.items() if name != "dtype"})
-    memory, wants = packed.memory(torch.device("cpu")), Gradients(True, True)
+    memory, wants = packed.memory(torch.device("cpu")), WantedGradients(True, True)
     integers = packed.integers(OfCall(memory, wants))
     tokens, hidden, vocab = sizes
     named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}

@@ -42,7 +42,7 @@ static flce_status exchange_all_statistics(const execution* e) {
 }
 
 /* save=stats: the statistics are an output. flce_begin_loss, which prepares scalars and blank rows,
- * runs once: with the first chunk's logits GEMM, before or beside it, or where there is no row. */
+ * is called once: before or during the first chunk's logits GEMM, or here if there are no rows. */
 static flce_status forward_stats(const execution* e) {
   if (e->problem->rows == 0) FLCE_TRY(flce_begin_loss(e, false));
   for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
@@ -117,16 +117,23 @@ static flce_status forward_samples(const execution* e) {
   return flce_reduce_losses(e, false);
 }
 
+/* The logits and statistics of a chunk's rows, the teacher's before the student's. */
+static flce_status compare_logits(const execution* e, int64_t first, chunk* c,
+                                  teacher_rows* teacher) {
+  FLCE_TRY(flce_teacher_rows(e, first, teacher));
+  *c = flce_student_chunk(e, first, teacher);
+  FLCE_TRY(flce_logits(e, c));
+  FLCE_TRY(flce_statistics(e, c));
+  return flce_exchange_statistics(e, c);
+}
+
 /* The losses of a divergence. */
 static flce_status forward_divergence(const execution* e) {
   FLCE_TRY(flce_begin_loss(e, false));
   for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+    chunk c;
     teacher_rows teacher;
-    FLCE_TRY(flce_teacher_rows(e, first, &teacher));
-    const chunk c = flce_student_chunk(e, first, &teacher);
-    FLCE_TRY(flce_logits(e, &c));
-    FLCE_TRY(flce_statistics(e, &c));
-    FLCE_TRY(flce_exchange_statistics(e, &c));
+    FLCE_TRY(compare_logits(e, first, &c, &teacher));
     FLCE_TRY(flce_divergence_losses(e, &c, &teacher));
   }
   return flce_reduce_losses(e, false);
@@ -136,12 +143,9 @@ static flce_status forward_divergence(const execution* e) {
 static flce_status forward_divergence_grads(const execution* e) {
   FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+    chunk c;
     teacher_rows teacher;
-    FLCE_TRY(flce_teacher_rows(e, first, &teacher));
-    const chunk c = flce_student_chunk(e, first, &teacher);
-    FLCE_TRY(flce_logits(e, &c));
-    FLCE_TRY(flce_statistics(e, &c));
-    FLCE_TRY(flce_exchange_statistics(e, &c));
+    FLCE_TRY(compare_logits(e, first, &c, &teacher));
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_divergence_dz(e, &c, &teacher));
     FLCE_TRY(flce_dx_gemm(e, &c));
@@ -156,12 +160,9 @@ static flce_status forward_divergence_grads(const execution* e) {
 static flce_status forward_divergence_samples(const execution* e) {
   FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+    chunk c;
     teacher_rows teacher;
-    FLCE_TRY(flce_teacher_rows(e, first, &teacher));
-    const chunk c = flce_student_chunk(e, first, &teacher);
-    FLCE_TRY(flce_logits(e, &c));
-    FLCE_TRY(flce_statistics(e, &c));
-    FLCE_TRY(flce_exchange_statistics(e, &c));
+    FLCE_TRY(compare_logits(e, first, &c, &teacher));
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_divergence_dz(e, &c, &teacher));
     FLCE_TRY(flce_sample_chunk(e, &c));

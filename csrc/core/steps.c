@@ -107,8 +107,8 @@ static chunk_matrix given_logits(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const void* rows = c->copied_x ? c->copied_x : input_of(e, c);
   void* data = element_ptr(rows, e->problem->first_logit, plan->dtype);
-  int64_t own = e->problem->vocab; /* the other columns are not ours to write */
-  return (chunk_matrix){data, plan->dtype, plan->input_pitch, own};
+  int64_t columns = e->problem->vocab; /* the others are not of this rank, and are not written */
+  return (chunk_matrix){data, plan->dtype, plan->input_pitch, columns};
 }
 
 /* Whether the logits GEMM writes z: fused_logits writes E instead in form exp, and neither where
@@ -162,10 +162,10 @@ chunk flce_chunk_from_saved(const execution* e, int64_t first) {
     c.out = saved;
     return c;
   }
-  void* own = buffer_ptr(e, FLCE_BUF_LOGITS);
+  void* dz = buffer_ptr(e, FLCE_BUF_LOGITS);
   c.z = saved;
   c.out = plan->dz_in_saved ? in_place_of(e, &saved)
-                            : (chunk_matrix){own, plan->dtype, plan->out_pitch, plan->out_pitch};
+                            : (chunk_matrix){dz, plan->dtype, plan->out_pitch, plan->out_pitch};
   return c;
 }
 

@@ -74,7 +74,7 @@ class GradientOfLogits(torch.Tensor):
         return gradient
 
     def materialize(self):
-        """The values. They replace the terms, as whoever reads them may write to them."""
+        """Computes the values. They replace the terms, because the reader may write to them."""
         summands = self.summands
         values = [term.compute() for term in summands.terms]
         tensor = sum_of_tensors([*values, summands.tensor])
@@ -104,7 +104,8 @@ class GradientOfLogits(torch.Tensor):
         if function in _SUMS and not kwargs and _have_terms(*args):
             return _sum(function, *args)
         if function in _COPIES:
-            return GradientOfLogits(*args, args[0].summands)
+            (gradient,) = args
+            return GradientOfLogits(gradient, gradient.summands)
         if _is_in_step() and function not in _JOINS:
             return _pass_on(function, args, kwargs)
         result = function(*mapped(_real, args), **mapped(_real, kwargs))
