@@ -249,9 +249,12 @@ def _records_in(kind):
 def flat(record):
     """The values of a record, those of a record in it in its place. A record that is None, as only
     the last one may be, has none: the operators' last arguments have defaults."""
-    values = list(record)
-    for i, _ in reversed(_records_in(type(record))):
-        values[i : i + 1] = values[i] or ()
+    values, end = [], 0
+    for i, _ in _records_in(type(record)):
+        values += record[end:i]
+        values += record[i] or ()
+        end = i + 1
+    values += record[end:]
     return values
 
 

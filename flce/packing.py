@@ -393,6 +393,7 @@ def _split_scalar(name, value, tensors, items):
     items[name] = value.item() if is_number else value
 
 
+@functools.lru_cache(maxsize=1024)
 def replaced(integers, **values):
     """`integers` with other values by name; one of CHOICES as text or as its index."""
     changed = list(integers)
