@@ -35,7 +35,7 @@ READY := build/ready$(subst /,-,$(PYTHON))
 FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
-C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch] tests/*.cpp)
+C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch] tests/parallel/*.cpp)
 
 .PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
 	sbom hub docs pictures clean python
@@ -49,7 +49,7 @@ test-c:
 sanitize-threads:
 	$(MAKE) -C tests/c -j2 SANITIZE=thread
 
-# `make test-py TESTS=tests/test_accuracy.py WORKERS=0`: some tests, in one process.
+# `make test-py TESTS=tests/core/test_accuracy.py WORKERS=0`: some tests, in one process.
 test-py: $(READY)
 	$(PYTEST) $(TESTS)
 
@@ -57,8 +57,9 @@ test-py: $(READY)
 integrations: $(FRAMEWORKS)
 
 test-integrations: $(FRAMEWORKS)
-	$(PYTEST) tests/test_docs_frameworks.py tests/test_finetune_hf.py tests/test_integrations*.py \
-		$(patsubst %,tests/test_fuse_%.py,deepspeed loops peft rl tp trainer transformers)
+	$(PYTEST) $(wildcard tests/frameworks/test_integrations*.py) \
+		$(patsubst %,tests/frameworks/test_%.py,docs_frameworks finetune_hf) \
+		$(patsubst %,tests/fuse/test_fuse_%.py,deepspeed loops peft rl tp trainer transformers)
 
 demo: $(READY)
 	$(PYTHON) examples/train_lm.py --out demo $(if $(STEPS),--steps $(STEPS))

@@ -1,7 +1,7 @@
 """The calls of the inner operators as records: their arguments and outputs by name.
 
 In this file alone they are flat tuples, in the order of the operators' schemas
-(tests/test_calls.py compares the two).
+(tests/core/test_calls.py compares the two).
 """
 
 import functools

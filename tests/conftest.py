@@ -15,9 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
-import cases  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+from harness import cases  # noqa: E402
 
 NO_GPU = "no CUDA device"
 

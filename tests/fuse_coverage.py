@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny_models import TEXT_VOCAB as VOCAB
-from tiny_models import VARIANTS, Comparison, causal_classes, tiny_model
 
 import flce
+from harness.tiny_models import TEXT_VOCAB as VOCAB
+from harness.tiny_models import VARIANTS, Comparison, causal_classes, tiny_model
 
 BATCH, LENGTH = 2, 64
 LOSS_BAR, GRADIENT_BAR, LOGITS_BAR = 2e-6, 1e-4, 1e-5

@@ -52,22 +52,22 @@ slice() { # caching allocator (0: off), file, expression
 
 allocator="graph or compile or peak or without_a_copy or given_back"
 for dtype in "float64" "float32" "bfloat16" "(float16 and not bfloat16)"; do
-  slice 0 tests/test_accuracy.py "cuda and test_grid and $dtype"
+  slice 0 tests/core/test_accuracy.py "cuda and test_grid and $dtype"
 done
-slice 0 tests/test_accuracy.py "cuda and not test_grid"
-for file in tests/test_*.py; do
-  [ "$file" = tests/test_accuracy.py ] || slice 0 "$file" "cuda and not ($allocator or more_than or out_of_memory)"
+slice 0 tests/core/test_accuracy.py "cuda and not test_grid"
+for file in tests/*/test_*.py; do
+  [ "$file" = tests/core/test_accuracy.py ] || slice 0 "$file" "cuda and not ($allocator or more_than or out_of_memory)"
 done
-slice 0 tests/test_ragged.py "large or sums"
-slice 0 tests/test_fused.py "fused and not ragged"
-slice 0 tests/test_fused.py "ragged and (8- or 64-)"
-slice 0 tests/test_fused_logits.py "fused and not captured"
-slice 1 tests/test_fused_logits.py "captured"
-slice 0 tests/test_skipped_rows.py "skipped and not ($allocator)"
-slice 1 tests/test_skipped_rows.py "graph or peak"
+slice 0 tests/core/test_ragged.py "large or sums"
+slice 0 tests/core/test_fused.py "fused and not ragged"
+slice 0 tests/core/test_fused.py "ragged and (8- or 64-)"
+slice 0 tests/core/test_fused_logits.py "fused and not captured"
+slice 1 tests/core/test_fused_logits.py "captured"
+slice 0 tests/core/test_skipped_rows.py "skipped and not ($allocator)"
+slice 1 tests/core/test_skipped_rows.py "graph or peak"
 slice 1 tests "cuda and ($allocator)"
-slice 1 tests/test_cuda.py "out_of_memory"
+slice 1 tests/core/test_cuda.py "out_of_memory"
 for big in logits grads-16GiB grads-1GiB stats-16GiB; do
-  slice 1 tests/test_cuda.py "more_than and $big"
+  slice 1 tests/core/test_cuda.py "more_than and $big"
 done
 exit $failed

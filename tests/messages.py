@@ -8,7 +8,7 @@ import ast
 import re
 from itertools import product
 
-from pages import DOCS, ROOT
+from harness.pages import DOCS, ROOT
 
 ANY = "…"
 _MOST = 12  # texts of one expression that branches

@@ -105,10 +105,10 @@ def test_modules_compile_pickle_and_fuse():
 
 @pytest.fixture
 def readme():
-    if not Path("tests", "pages.py").is_file() or not Path("README.md").is_file():
+    if not Path("tests", "harness", "pages.py").is_file() or not Path("README.md").is_file():
         pytest.skip("no README.md here")
     sys.path.insert(0, "tests")
-    import pages
+    from harness import pages
 
     return Path("README.md").resolve(), pages
 

@@ -44,8 +44,9 @@ def smoke(python, wheel, folder):
     pip(python, "--no-deps", "--force-reinstall", str(wheel))
     shutil.copy(SMOKE, folder)
     shutil.copy(SMOKE.parents[1] / "README.md", folder)
-    (folder / "tests").mkdir()
-    shutil.copy(SMOKE.with_name("pages.py"), folder / "tests")
+    (folder / "tests" / "harness").mkdir(parents=True)
+    for name in ("__init__.py", "pages.py"):
+        shutil.copy(SMOKE.parent / "harness" / name, folder / "tests" / "harness")
     environment = {"PATH": str(Path(python).parent), "HOME": str(folder), "OMP_NUM_THREADS": "2"}
     kept = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     environment |= {name: os.environ[name] for name in kept if name in os.environ}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 # What decides which tensors a layer of transformers' implementation keeps (docs/estimate.md);
-# tests/test_integrations_estimate.py compares it with what autograd keeps.
+# tests/frameworks/test_integrations_estimate.py compares it with what autograd keeps.
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text"}  # of a layer, else two
 _TIED = {"gemma", "gemma2", "gemma3", "gemma3_text"}  # where config.json does not say it
 _WIDE_NORMS = _TIED | {"olmo2"}  # scaled in float32

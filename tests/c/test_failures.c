@@ -2,7 +2,7 @@
  * vocabulary of one process and on a rank of a sharded one. The other rank is made up: it sends
  * what this rank sends. Results are written late, at the wait; what the engine leaves in flight is
  * written after the call's buffers are gone, which AddressSanitizer sees. The core allocates
- * nothing: what the binding allocates fails in tests/test_faults.py. */
+ * nothing: what the binding allocates fails in tests/core/test_faults.py. */
 #include "engine_case.h"
 
 #include <stdio.h>

@@ -1,0 +1,186 @@
+"""README.md and the site: code blocks run, links lead somewhere, pictures are those of the records.
+
+Pages that need a framework run in test_docs_frameworks.py."""
+
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+import messages
+from harness import pages
+
+OTHERS = [pages.ROOT / "CONTRIBUTING.md", pages.ROOT / "CHANGELOG.md"]
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", [*pages.PAGES, *OTHERS], ids=pages.name_of)
+def test_every_block_runs_or_says_why_not(page):
+    for block in pages.blocks_of(page):
+        assert not pages.unmarked(block), f"{pages.name_of(page)}:{block.line}"
+        if block.reason.startswith("tested by "):
+            path = pages.ROOT / block.reason.removeprefix("tested by ")
+            assert path.is_file(), f"{pages.name_of(page)}:{block.line} names {path}"
+
+
+PLAIN = [
+    p for p in pages.PAGES if any(map(pages.runs, pages.blocks_of(p))) and not pages.needs_of(p)
+]
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=pages.name_of)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        pages.run(page, {"__name__": "__main__"})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_a_wrong_block_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- setup\nx = 1\n-->\n\n```python\nassert x == 2, 'wrong'\n```\n\n```sh\nls\n```\n"
+    )
+    with pytest.raises(AssertionError, match="wrong"):
+        pages.run(page, {})
+    assert [pages.unmarked(block) for block in pages.blocks_of(page)] == [False, False, True]
+
+
+@pytest.mark.parametrize("page", [*pages.PAGES, *OTHERS], ids=pages.name_of)
+def test_links_inside_resolve(page):
+    made = loaded(pages.DOCS / "make_api.py").page()
+    for path, anchor in pages.links_of(page):
+        text = made if path == pages.GENERATED else None
+        if text is None:
+            assert path.exists(), f"{pages.name_of(page)} links to {path}"
+            text = path.read_text(encoding="utf-8") if path.suffix == ".md" else ""
+        assert not anchor or anchor in pages.anchors_of(text), f"{path}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation():
+    """mkdocs tells with --strict; this test needs no mkdocs."""
+    text = (pages.ROOT / "mkdocs.yml").read_text()
+    for page in (*pages.PAGES[1:], pages.GENERATED):
+        assert f" {page.relative_to(pages.DOCS)}\n" in text, f"{page} is not in mkdocs.yml"
+
+
+def test_the_api_page_has_every_name():
+    import flce
+
+    made = loaded(pages.DOCS / "make_api.py").page()
+    for name in flce.__all__:
+        assert f"\n## flce.{name}\n" in made
+    assert made.count("```pycon") == len(flce.__all__)
+
+
+def test_the_page_of_errors_has_every_text_and_no_other():
+    """`python tests/messages.py` prints what lacks and what is left over."""
+    lacking, left_over = messages.compared()
+    assert not lacking and not left_over
+
+
+def test_the_warnings_that_the_page_explains_exist():
+    page = (pages.DOCS / "errors.md").read_text(encoding="utf-8")
+    quoted = re.findall(r'^\| ("[^|]*") \|', page, re.MULTILINE)
+    phrases = [
+        p for row in quoted for p in re.split(r'"(?:, ")?|\.\.\.', row) if len(p.strip()) > 5
+    ]
+    source = "".join(path.read_text() for path in (pages.ROOT / "flce" / "fusion").glob("*.py"))
+    assert len(phrases) >= 5
+    for phrase in phrases:
+        assert phrase.strip(" :") in source, phrase
+
+
+def test_texts_are_read_from_the_source(tmp_path):
+    """Of a call of each form, against what they say when they are raised."""
+    python, c = tmp_path / "a.py", tmp_path / "a.c"
+    python.write_text(
+        "LEAST = 'a number'\n"
+        "def f(x, y):\n"
+        "    got = 'first'\n"
+        "    if x:\n"
+        "        got = f'second {x}'\n"
+        "    refuse('x', LEAST, got + '; see y')\n"
+        "    got = 'third'\n"
+        "    raise ValueError(f'y: expected {LEAST}, got {got} or {y!r}')\n"
+    )
+    c.write_text(
+        'EXPECT(x > 0, "x: expected %s, "\n  "got %lld", name(")"), x); flce_fail(S, "no %d");'
+    )
+    assert messages.of_python(python) == {
+        "x: expected a number, got first; see y",
+        "x: expected a number, got second …; see y",
+        "y: expected a number, got third or …",
+    }
+    assert messages.of_c(c) == {"x: expected …, got …", "no …"}
+
+
+def test_pictures_are_those_of_the_records(tmp_path):
+    script = pages.ROOT / "benchmarks" / "pictures.py"
+    subprocess.run([sys.executable, script, "--out", tmp_path], check=True, timeout=300)
+    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    committed = {path.name: path.read_text() for path in (pages.DOCS / "pictures").iterdir()}
+    assert made == committed, "run `make pictures`"
+
+
+@pytest.fixture
+def pictures(scripts):
+    return scripts("pictures")
+
+
+def test_the_table_of_measurements_has_the_pictures_figures(pictures):
+    text = (pages.DOCS / "performance.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if re.match(r"\| \d+ x \d+ x \d{5}", line)][:7]
+    compared = 0
+    for name in pictures.SHAPES:
+        rows, _ = pictures.rows_of(name)
+        sizes = " x ".join(str(rows[0][key]) for key in ("tokens", "hidden", "vocab"))
+        (line,) = (line for line in lines if line.startswith(f"| {sizes}"))
+        known = [(f"{row['ratio']:.2f}", row["peak_bytes"] / 1e9) for row in rows]
+        for ratio, size in re.findall(r"([\d.]+)x(?: to [\d.]+x)?, ([\d.]+) GB", line):
+            digits = len(size.partition(".")[2])
+            assert (ratio, size) in [(r, f"{s:.{digits}f}") for r, s in known], (name, ratio, size)
+            compared += 1
+    assert compared >= 3 * len(pictures.SHAPES)
+
+
+def test_readmes_picture_has_the_figures_of_fuses_tables(pictures):
+    text = (pages.DOCS / "fuse.md").read_text(encoding="utf-8")
+    losses, longest, _ = pictures.of_llama()
+    short, _, long = re.findall(r"\| Llama 3.2 1B \| (.*) \|", text)
+    names = ("plain", "compile", "liger", "fuse"), ("plain", "liger", "fuse")
+    cells = [
+        dict(zip(of, row.split(" | "), strict=False))
+        for of, row in zip(names, (short, long), strict=True)
+    ]
+    shown = (pages.DOCS / "pictures" / "readme.svg").read_text()
+    for loss, peaks in losses.items():
+        for peak, row in zip(peaks, cells, strict=True):
+            assert f", {peak / 1e9:.1f} GB" in row[loss] and f">{peak / 1e9:.1f} GB<" in shown
+    assert f"{longest:,} tokens" in shown and f"| {longest:,} |" in text
+
+
+def test_the_notebook(tmp_path, monkeypatch):
+    """Its code cells, in order; outputs are not committed."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((pages.ROOT / "examples" / "flce.ipynb").read_text())
+    namespace = {"__name__": "__main__"}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 5
+    for cell in cells:
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), "flce.ipynb", "exec"), namespace)

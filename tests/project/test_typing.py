@@ -1,0 +1,419 @@
+"""What type checkers are told: a user's script passes them, overloads are those of their function,
+and the stubs are those of the code."""
+
+import __future__
+
+import abc
+import ast
+import builtins
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+import torch
+import torch.distributed as dist
+import typed_user
+import typing_extensions
+
+import flce
+from flce.compat import cce, liger
+from flce.fusion.handle import _OPTIONS as OF_FUSE
+from flce.options import RETURNS, FuseOptions, ModuleOptions, Option, Options, defaults, types_of
+from harness import ROOT
+
+SCRIPT = ROOT / "tests/project/typed_user.py"
+# torch's other modules take mypy 10 s more. A framework may be missing.
+CONFIG = """
+[mypy]
+strict = true
+follow_imports = skip
+[mypy-flce.*,torch,torch._tensor,torch.nn,torch.nn.modules.*,torch.nn.parameter,torch.distributed.*]
+follow_imports = silent
+[mypy-flce.integrations.*]
+disable_error_code = import-not-found, misc
+"""
+
+
+def test_mypy_accepts_a_users_script(tmp_path):
+    pytest.importorskip("mypy")
+    config = tmp_path / "mypy.ini"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "mypy", "--config-file", config, SCRIPT]
+    command += ["--cache-dir", ROOT / ".mypy_cache"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright, and it Node.js")
+def test_pyright_finds_nothing_unknown(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "strict"}
+    settings["reportUnnecessaryTypeIgnoreComment"] = "error"
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = ["pyright", "--pythonpath", sys.executable, "--project", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def conforms(value, stated):
+    """Whether a value is of a type, as far as values tell."""
+    origin, inner = typing.get_origin(stated), typing.get_args(stated)
+    if origin in (typing.Union, types.UnionType):
+        return any(conforms(value, one) for one in inner)
+    if origin is tuple and Ellipsis not in inner:
+        pairs = zip(value, inner, strict=True)
+        return type(value) is tuple and all(conforms(one, its) for one, its in pairs)
+    if origin is typing.Literal:
+        return value in inner
+    if origin is dict:
+        return all(conforms(k, inner[0]) and conforms(v, inner[1]) for k, v in value.items())
+    return isinstance(value, types.NoneType if stated is None else origin or stated)
+
+
+RUN = ["losses", "logprobs", "chunked_losses", "modules", "plans", "fusion", "replacements"]
+RUN.append("definitions")
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_values_have_the_stated_types(name, monkeypatch):
+    stated = []
+
+    def check(value, kind):
+        assert conforms(value, kind), f"{kind} expected, {value!r} came"
+        stated.append(kind)
+        return value
+
+    monkeypatch.setattr(typed_user, "assert_type", check)
+    getattr(typed_user, name)()
+    assert stated
+
+
+# ---- the options of a function ----
+
+X, W, Y = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+CALLS = {
+    flce.linear_cross_entropy: (X, W, Y),
+    flce.cross_entropy: (X, Y),
+    flce.linear_logprobs: (X, W, Y),
+    flce.linear_logprobs_at: (X, W, Y[:, None]),
+    flce.linear_loss: (X, W, Y, lambda logprobs, _, rows: -logprobs.sum()),
+    flce.linear_divergence: (X, W, X, W),
+    flce.plan: (4, 8, 16),
+    flce.LinearCrossEntropyLoss: (8, 16),
+    flce.LinearCrossEntropyHead: (8, 16),
+}
+OF_REFERENCE = [
+    flce.reference.linear_cross_entropy,
+    flce.reference.cross_entropy,
+    flce.reference.linear_logprobs,
+]
+
+
+def options_of(function):
+    """The TypedDict of the **options of a function, of its last overload or of a class."""
+    function = function.__init__ if inspect.isclass(function) else function
+    function = [function, *typing_extensions.get_overloads(function)][-1]
+    code = function.__code__
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    (options,) = typing.get_args(function.__annotations__[name])
+    return options
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+def test_a_function_takes_the_options_of_its_typed_dict(function):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcaps'") as refusal:
+        function(*CALLS[function], softcaps=1.0)
+    listed = str(refusal.value).partition("expected some of ")[2].split(", ")
+    assert listed == [*defaults(options_of(function))]
+
+
+@pytest.mark.parametrize("function", OF_REFERENCE, ids=lambda function: function.__name__)
+def test_the_reference_takes_the_options_of_its_typed_dict(function):
+    operands = CALLS[getattr(flce, function.__name__)]
+    expected = function(*operands)
+    torch.testing.assert_close(function(*operands, **defaults(options_of(function))), expected)
+
+
+SHOWN = [one for one in CALLS if not inspect.isclass(one)]
+
+
+@pytest.mark.parametrize("function", SHOWN, ids=lambda function: function.__name__)
+def test_a_signature_shows_options_with_their_types(function):
+    parameters = inspect.signature(function).parameters
+    hints = hints_of(options_of(function))
+    for name, default in defaults(options_of(function)).items():
+        shown = parameters[name]
+        assert shown.kind is shown.KEYWORD_ONLY and shown.default == default
+        if name != "vocab_parallel":  # its type is text: flce.options does not import it
+            assert shown.annotation == hints[name]
+    assert inspect.signature(function).return_annotation is not inspect.Signature.empty
+
+
+CORE_MODULES = [flce.functional, flce.logprobs, flce.chunked_loss, flce.reference, flce.modules]
+OVERLOADED = {
+    (module.__name__, name): getattr(module, name)
+    for module in CORE_MODULES
+    for name, one in vars(module).items()
+    if inspect.isfunction(one)
+    and one.__module__ == module.__name__
+    and typing_extensions.get_overloads(one)
+}
+for _module in (flce.LinearCrossEntropyLoss, flce.LinearCrossEntropyHead):
+    _call = inspect.get_annotations(_module)["__call__"]
+    OVERLOADED["flce.modules", f"{_call.__name__}.__call__"] = _module.forward
+OVERLOADED["flce.modules", "LinearCrossEntropyHead.forward"] = flce.LinearCrossEntropyHead.forward
+
+
+@pytest.mark.parametrize("name", OVERLOADED, ids=".".join)
+def test_overloads_are_those_of_the_function(name):
+    known = types.SimpleNamespace(__module__=name[0], __qualname__=name[1])
+    overloads = typing_extensions.get_overloads(known)
+    assert len(overloads) > 1
+    others = {*defaults(Options)} if name[0] == "flce.modules" else set()
+    if name[0] == "flce.reference":
+        others = {*options_of(OVERLOADED[name]).__annotations__}
+    check_function(name, overloads, OVERLOADED[name], {}, others)
+
+
+def hints_of(options):
+    return typing.get_type_hints(options, vars(flce.options) | vars(flce))
+
+
+def test_defaults_have_the_types_of_their_options():
+    hints = hints_of(Options)
+    for name, default in defaults().items():
+        assert conforms(default, hints[name]), name
+    for name, annotated in types_of(Options).items():
+        assert isinstance(*annotated.__metadata__, Option), name
+
+
+# That an overload narrows.
+NARROWER = {"classes", "topk", *RETURNS}
+
+
+def test_an_option_has_one_type():
+    """In all TypedDicts; those of overloads narrow it, without a default."""
+    table = hints_of(Options)
+    for options in vars(flce.options).values():
+        if typing_extensions.is_typeddict(options):
+            for name, hint in hints_of(options).items():
+                is_narrower = not hasattr(options.__annotations__[name], "__metadata__")
+                assert hint == table[name] or (is_narrower and name in NARROWER), (options, name)
+
+
+def test_objects_have_the_attributes_that_their_classes_state():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        shards = flce.VocabParallel(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    for made in (shards, flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)):
+        classes = [one for one in type(made).__mro__ if one.__module__.startswith("flce")]
+        stated = set().union(*map(inspect.get_annotations, classes))
+        assert len(stated) > 1
+        for attribute in stated:
+            assert hasattr(made, attribute), (type(made), attribute)
+
+
+def test_modules_state_the_types_of_their_attributes():
+    table = hints_of(Options)
+    stated = typing.get_type_hints(flce.modules._Settings, vars(flce.modules) | vars(flce))
+    assert stated == {name: table[name] for name in defaults(ModuleOptions)}
+
+
+# ---- stubs against the code ----
+
+FLCE = ROOT / "flce"
+ROOTED = {path: path.relative_to(FLCE).with_suffix("") for path in sorted(FLCE.rglob("*.pyi"))}
+OF_FRAMEWORKS = [path for path in ROOTED if path.parent.name == "integrations"]
+IMPORTED = [path for path in ROOTED if path not in OF_FRAMEWORKS]
+
+
+def stub_of(path):
+    """The names that a stub defines: it is run as Python."""
+    name = f"stub {ROOTED[path]}"
+    if name not in sys.modules:
+        module = sys.modules[name] = types.ModuleType(name)  # where dataclasses look for it
+        names, module.__file__ = vars(module), str(path)
+        names["__builtins__"] = {**vars(builtins), "__import__": _import}
+        flags = __future__.annotations.compiler_flag
+        exec(compile(path.read_text(), str(path), "exec", flags, dont_inherit=True), names)
+    return vars(sys.modules[name])
+
+
+def _import(name, globals=None, locals=None, fromlist=(), level=0):
+    """Takes stubs for modules of flce, and None for a module that is named alone."""
+    if level == 0:
+        return builtins.__import__(name, globals, locals, fromlist)
+    folder = pathlib.Path(globals["__file__"]).parents[level - 1]
+    if not name:
+        return types.SimpleNamespace(**dict.fromkeys(fromlist))
+    path = folder.joinpath(*name.split("."))
+    for stub in (path.with_suffix(".pyi"), path / "__init__.pyi"):
+        if stub in ROOTED:
+            return types.SimpleNamespace(**stub_of(stub))
+    return importlib.import_module(".".join(("flce", *path.relative_to(FLCE).parts)))
+
+
+def module_of(path):
+    parts = [part for part in ROOTED[path].parts if part != "__init__"]
+    return importlib.import_module(".".join(("flce", *parts)))
+
+
+def definitions_of(function, module, name):
+    """The overloads of a stub's function, or the function alone."""
+    known = types.SimpleNamespace(__module__=module, __qualname__=name)
+    return typing_extensions.get_overloads(known) or [function]
+
+
+def parameters_of(definitions, names):
+    """(names by position, all names, [{name: default} of a definition]) of a function's overloads,
+    or of a stub's function."""
+    positional, every, defaults = [], set(), []
+    for one in definitions:
+        own = inspect.signature(one).parameters.values()
+        by_position = [p.name for p in own if p.kind == p.POSITIONAL_OR_KEYWORD]
+        longer = max(positional, by_position, key=len)
+        assert longer[: len(by_position)] == by_position
+        assert longer[: len(positional)] == positional
+        positional = longer
+        for parameter in own:
+            if parameter.kind == parameter.VAR_KEYWORD:
+                stated = parameter.annotation
+                stated = eval(stated, names) if isinstance(stated, str) else stated
+                (options,) = typing.get_args(stated)
+                every |= set(options.__annotations__)
+        by_name = {p.name: p.default for p in own if p.kind not in VARIADIC}
+        every |= by_name.keys()
+        defaults.append(by_name)
+    return positional, every, defaults
+
+
+VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def check_function(name, definitions, real, names, others=frozenset()):
+    """Compares definitions for type checkers with the function. `names`: of a stub; `others`: what
+    the function takes as **options and its signature does not tell."""
+    positional, every, defaults = parameters_of(definitions, names)
+    found = inspect.signature(real).parameters
+    own = {n: p for n, p in found.items() if p.kind not in VARIADIC}
+    by_position = [n for n, p in own.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert positional == by_position, name
+    assert every == own.keys() | others, name
+    for by_name in defaults:
+        for parameter in by_name.keys() & own.keys():
+            default, expected = by_name[parameter], own[parameter].default
+            # An overload may require what the function does not.
+            is_narrower = len(defaults) > 1 and default is inspect.Parameter.empty
+            assert is_narrower or default is Ellipsis or default == expected, (name, parameter)
+
+
+def made_here(path):
+    """(name, the stub's, the code's) of the public functions and classes that a stub defines."""
+    names, real = stub_of(path), module_of(path)
+    for name, one in list(names.items()):
+        is_own = getattr(one, "__module__", None) == names["__name__"]
+        if not name.startswith("_") and (is_own or is_overloaded(one)):
+            yield name, one, getattr(real, name)
+
+
+def is_overloaded(one):
+    return getattr(one, "__name__", "") == "_overload_dummy"
+
+
+@pytest.mark.parametrize("path", IMPORTED, ids=lambda path: str(ROOTED[path]))
+def test_stubs_have_the_signatures_of_the_code(path):
+    names, found = stub_of(path), []
+    for name, stub, real in made_here(path):
+        if not inspect.isclass(stub):
+            found.append((name, stub, real))
+        elif dataclasses.is_dataclass(stub):
+            ours, theirs = (dataclasses.fields(one) for one in (stub, real))
+            assert [(f.name, f.default) for f in ours] == [(f.name, f.default) for f in theirs]
+        elif not issubclass(stub, tuple | dict):  # neither NamedTuples nor TypedDicts
+            for own in vars(stub):
+                function = inspect.getattr_static(stub, own)
+                function = getattr(function, "__func__", function)
+                if inspect.isfunction(function):
+                    # A Module's call is its forward.
+                    is_call = own == "__call__" and issubclass(stub, torch.nn.Module)
+                    method = getattr(real, "forward" if is_call else own)
+                    found.append((f"{name}.{own}", function, method))
+    assert found
+    for name, stub, real in found:
+        definitions = definitions_of(stub, names["__name__"], name)
+        assert not is_overloaded(definitions[0])
+        others = {*OF_FUSE} if real is flce.fuse else set()
+        check_function(f"{ROOTED[path]} {name}", definitions, real, names, others)
+
+
+def test_fuse_takes_the_options_of_its_typed_dict():
+    assert {*OF_FUSE} == {*FuseOptions.__annotations__}
+
+
+def test_stubs_have_the_public_names():
+    for path in ROOTED:
+        if path.stem == "__init__":
+            names, real = stub_of(path), module_of(path)
+            assert names["__all__"] == real.__all__
+            assert names.keys() >= {*real.__all__}
+
+
+def test_stubs_have_the_attributes_of_the_code():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16))
+    with flce.fuse(model, "0") as fusion:
+        explanation = flce.explain(model)
+    made = [fusion, explanation, cce.LinearCrossEntropy()]
+    made += [liger.LigerFusedLinearCrossEntropyLoss(), liger.LigerFusedLinearCrossEntropyFunction()]
+    made.append(flce.compat.torch.LinearCrossEntropyLoss(8, 16))
+    by_class = {type(one): one for one in made}
+    for path in IMPORTED:
+        for name, stub, real in made_here(path):
+            if not inspect.isclass(stub) or issubclass(stub, tuple | dict | abc.ABC):
+                continue
+            bases = [base for base in stub.__mro__ if base.__module__.startswith("stub ")]
+            for attribute in set().union(*map(inspect.get_annotations, bases)):
+                assert hasattr(by_class[real], attribute), (name, attribute)
+
+
+def functions_in(tree, prefix=""):
+    """{qualified name: arguments of a function} of a module's source."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[prefix + node.name] = node.args
+        elif isinstance(node, ast.ClassDef):
+            found |= functions_in(node, f"{prefix}{node.name}.")
+    return found
+
+
+def described(arguments):
+    """([(name, default)] by position, {name: default} of the others, whether there are more)."""
+    given = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    names = [arg.arg for arg in arguments.args + arguments.kwonlyargs]
+    values = [one and ast.unparse(one) for one in given + arguments.kw_defaults]
+    pairs = list(zip(names, values, strict=True))
+    count = len(given)
+    return pairs[:count], dict(pairs[count:]), arguments.kwarg is not None
+
+
+@pytest.mark.parametrize("path", OF_FRAMEWORKS, ids=lambda path: str(ROOTED[path]))
+def test_stubs_of_integrations_have_the_signatures_of_the_source(path):
+    """Read and not imported: that would need the framework."""
+    code = functions_in(ast.parse(path.with_suffix(".py").read_text()))
+    for name, arguments in functions_in(ast.parse(path.read_text())).items():
+        by_position, others, takes_more = described(arguments)
+        if name == "FuseCallback.__init__":
+            assert others.pop("when") == "'labels'"  # among its **options, as flce.fuse has it
+        assert (by_position, others, takes_more) == described(code[name]), name
