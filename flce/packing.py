@@ -393,9 +393,13 @@ def _split_scalar(name, value, tensors, items):
     items[name] = value.item() if is_number else value
 
 
-@functools.lru_cache(maxsize=1024)
 def replaced(integers, **values):
     """`integers` with other values by name; one of CHOICES as text or as its index."""
+    return _replaced(tuple(integers), **values)  # torch gives an operator's arguments as lists
+
+
+@functools.lru_cache(maxsize=1024)
+def _replaced(integers, **values):
     changed = list(integers)
     for name, value in values.items():
         code = CHOICES[name].index(value) if type(value) is str else int(value)
