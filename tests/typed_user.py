@@ -9,12 +9,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Unpack, assert_type
 
 import flce
-import flce.compat.torch
+import flce.integrations.torch
 from flce import LinearCrossEntropyHead, LinearCrossEntropyOutput, Plan, TopLogprobs
-from flce.compat import cce, liger
-from flce.compat.liger import CrossEntropyOutput
 from flce.fusion import Explanation, Fusion
+from flce.integrations import cce, liger
 from flce.integrations._rebind import Installation
+from flce.integrations.liger import CrossEntropyOutput
 from flce.options import Options, Save
 
 x = torch.randn(4, 8, requires_grad=True)
@@ -158,8 +158,8 @@ def replacements(wants: bool = True) -> None:
     assert_type(made, CrossEntropyOutput)
     applied = liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, y)
     assert_type(applied[0], Tensor)
-    assert_type(flce.compat.torch.linear_cross_entropy(x, w, y, reduction="sum"), Tensor)
-    assert_type(flce.compat.torch.LinearCrossEntropyLoss(8, 16)(x, y), Tensor)
+    assert_type(flce.integrations.torch.linear_cross_entropy(x, w, y, reduction="sum"), Tensor)
+    assert_type(flce.integrations.torch.LinearCrossEntropyLoss(8, 16)(x, y), Tensor)
 
 
 def definitions() -> None:
@@ -169,7 +169,7 @@ def definitions() -> None:
     assert_type(flce.reference.cross_entropy(torch.randn(4, 16), y), Tensor)
     assert_type(flce.reference.linear_logprobs(x, w, y), tuple[Tensor, Tensor])
     assert_type(flce.__version__, str)
-    assert_type(flce.compat.cce.IMPLS, tuple[str, ...])
+    assert_type(flce.integrations.cce.IMPLS, tuple[str, ...])
 
 
 # ---- for type checkers alone: these need a process group or a framework ----

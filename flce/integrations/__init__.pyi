@@ -4,6 +4,7 @@ from . import (
     liger,
     nemo,
     skyrl,
+    torch,
     torchtitan,
     transformers,
     trl,
@@ -12,5 +13,5 @@ from . import (
     verl_distillation,
 )
 
-__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torchtitan", "transformers", "trl"]
+__all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torch", "torchtitan", "transformers", "trl"]
 __all__ += ["trl_distillation", "verl", "verl_distillation"]

@@ -7,7 +7,7 @@ from torch import nn
 import flce
 from flce.validate import refuse
 
-from .signatures import takes
+from ._signatures import takes
 
 _SHARED = {"ignore_index": None, "label_smoothing": 0.0, "options": None}
 _OPTIONS = {"linear_bias": None, "weight": None, "reduction": "mean", **_SHARED}
