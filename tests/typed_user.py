@@ -192,9 +192,12 @@ def of_frameworks() -> None:
         assert_type(handle.calls["flce"], int)
     for package in (flce.integrations.cce, flce.integrations.skyrl, flce.integrations.verl):
         package.install().remove()
+    assert_type(flce.integrations.trl_distillation.install(torch.nn.Module), Installation)
+    assert_type(flce.integrations.verl_distillation.install(), Installation)
     callback = flce.integrations.transformers.FuseCallback(when="always", max_memory="1GiB")
     assert_type(callback.handle, Fusion | None)
-    flce.integrations.nemo.FlceLinearCrossEntropy(z_loss=1e-4)
+    criterion = flce.integrations.nemo.FlceLinearCrossEntropy(z_loss=1e-4)
+    assert_type(criterion.forward(x, y, w, num_label_tokens=4), Tensor)
     flce.integrations.axolotl.FlcePlugin()
     print(flce.integrations.torchtitan.FlceLoss)
 
@@ -209,6 +212,10 @@ def of_mistakes(model: torch.nn.Module, head: LinearCrossEntropyHead) -> None:
     flce.linear_logprobs(x, w, y, entropy="none")  # type: ignore[call-overload]
     flce.linear_logprobs_at(x, w, ids, shift=1)  # type: ignore[call-arg]
     flce.linear_loss(x, w, y, counted)  # type: ignore[arg-type]
+    cce.linear_cross_entropy(x, w, y, softcaps=30.0)  # type: ignore[call-overload]
+    liger.LigerFusedLinearCrossEntropyLoss()(x, w)  # type: ignore[call-arg]
+    flce.integrations.torch.linear_cross_entropy(x, w, y, None)  # type: ignore[call-arg]
+    flce.integrations.trl.install(entropy="none")  # type: ignore[arg-type]
     flce.plan(4, 8, 16, vocab_parallel=None)  # type: ignore[call-arg]
     flce.fuse(model, when="never")  # type: ignore[arg-type]
     head.save = "nothing"  # type: ignore[assignment]

@@ -18,13 +18,30 @@ does not know, RuntimeError where flce is installed already. `axolotl`, `nemo`, 
 """
 
 import importlib
+import typing
 
 __all__ = ["axolotl", "cce", "liger", "nemo", "skyrl", "torch", "torchtitan", "transformers", "trl"]
 __all__ += ["trl_distillation", "verl", "verl_distillation"]
 
+if typing.TYPE_CHECKING:
+    from . import (
+        axolotl,
+        cce,
+        liger,
+        nemo,
+        skyrl,
+        torch,
+        torchtitan,
+        transformers,
+        trl,
+        trl_distillation,
+        verl,
+        verl_distillation,
+    )
+else:
 
-def __getattr__(name):
-    """Imports a module of __all__ on first access, so that `import flce` imports no framework."""
-    if name in __all__:
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        """Imports a module of __all__ on first access: `import flce` imports no framework."""
+        if name in __all__:
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

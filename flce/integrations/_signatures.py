@@ -1,30 +1,33 @@
-"""Functions with another package's signature, given as the names and defaults of its arguments."""
+"""Functions with another package's signature, stated once, as the last of their overloads."""
 
 import functools
 import inspect
+import typing
+from collections.abc import Callable
+
+import typing_extensions
+
+_Result = typing.TypeVar("_Result")
 
 
-def takes(*required, keyword_only=False, **options):
-    """Decorates a function of keywords: it takes `required`, then `options` with these defaults, by
-    position or, with `keyword_only` these, by name. The function gets all of them; help() and
-    inspect show that signature."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in required]
-    kind = inspect.Parameter.KEYWORD_ONLY if keyword_only else kind
-    parameters += [inspect.Parameter(name, kind, default=options[name]) for name in options]
-    names = required if keyword_only else (*required, *options)
+def takes_by_name(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorates a function of keywords, the implementation of overloads: it is called as the last
+    of them, and gets all arguments of that by name, with their defaults. help() and inspect show
+    that signature."""
+    signature = inspect.signature(typing_extensions.get_overloads(function)[-1])
+    parameters = signature.parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
     count = len(parameters)
 
-    def decorate(function):
-        @functools.wraps(function)
-        def call(*args, **keywords):
-            arguments = {**dict(zip(names, args, strict=False)), **keywords}
-            named = {**options, **arguments}
-            if len(arguments) != len(args) + len(keywords) or len(named) != count:
-                inspect.signature(call).bind(*args, **keywords)  # raises the TypeError
-            return function(**named)
+    @functools.wraps(function)
+    def call(*args: object, **keywords: object) -> _Result:
+        arguments = {**dict(zip(names, args, strict=False)), **keywords}
+        named = {**defaults, **arguments}
+        if len(arguments) != len(args) + len(keywords) or len(named) != count:
+            # Raises the TypeError. Not `signature`: torch.compile cannot take it into a graph.
+            inspect.signature(call).bind(*args, **keywords)
+        return function(**named)
 
-        call.__signature__ = inspect.Signature(parameters)
-        return call
-
-    return decorate
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call

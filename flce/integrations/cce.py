@@ -13,29 +13,90 @@ Arguments, their order and return values are CCE's. Differences:
 """
 
 import functools
+import typing
+from typing import Generic, Literal, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import TypeVar, Unpack, overload
 
 import flce
+from flce.options import Reduction
 from flce.validate import check_tensor, refuse
 
 from ._rebind import Installation, is_ours, parameters_of
-from ._signatures import takes
+from ._signatures import takes_by_name
 
-IMPLS = ("cce", "torch_compile", "cce_exact", "cce_kahan_full", "cce_kahan_full_c")
+_LossAndLse = tuple[Tensor, Tensor]
+_Result = TypeVar("_Result", default=Tensor | _LossAndLse)
+_FilterEps = float | Literal["auto"] | None
+
+IMPLS: tuple[str, ...] = ("cce", "torch_compile", "cce_exact", "cce_kahan_full", "cce_kahan_full_c")
 IMPLS += ("cce_kahan_full_e", "cce_kahan_full_c_full_e")
-_OPTIONS = {"ignore_index": -100, "softcap": None, "reduction": "mean", "shift": 0}
-_OPTIONS |= {"return_lse": False, "filter_eps": "auto", "accum_e_fp32": False}
-_OPTIONS |= {"accum_c_fp32": False, "filter_e_grad": True, "filter_c_grad": True, "impl": "cce"}
-_MODULE_OPTIONS = dict(_OPTIONS)
-_MODULE_OPTIONS["return_lse"] = _MODULE_OPTIONS.pop("return_lse")  # the last one there
 # Of distributed weights, which flce does not have; zero3_params is of Axolotl's fork.
 _ONLY_THEIRS = ("vocab_parallel_options", "zero3_params")
 
 
-@takes("e", "c", "targets", bias=None, **_OPTIONS, vocab_parallel_options=None)
-def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_index, **options):
+class _ModuleOptions(TypedDict, total=False):
+    ignore_index: int
+    softcap: float | None
+    reduction: Reduction
+    shift: int
+    filter_eps: _FilterEps
+    accum_e_fp32: bool
+    accum_c_fp32: bool
+    filter_e_grad: bool
+    filter_c_grad: bool
+    impl: object
+
+
+class _Options(_ModuleOptions, total=False):
+    vocab_parallel_options: None
+
+
+@overload
+def linear_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> _LossAndLse: ...
+@overload
+def linear_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: int = 0,
+    return_lse: bool = False,
+    filter_eps: _FilterEps = "auto",
+    accum_e_fp32: bool = False,
+    accum_c_fp32: bool = False,
+    filter_e_grad: bool = True,
+    filter_c_grad: bool = True,
+    impl: object = "cce",
+    vocab_parallel_options: None = None,
+) -> Tensor | _LossAndLse: ...
+@takes_by_name
+def linear_cross_entropy(
+    e, c, targets, *, bias, softcap, reduction, ignore_index, return_lse, **options
+):
     """The cross entropy of `e @ c.T + bias`.
 
     Args:
@@ -74,11 +135,11 @@ def linear_cross_entropy(e, c, targets, *, bias, softcap, reduction, ignore_inde
         softcap=softcap,
         shift=shift,
         accum_dtype=torch.float32 if sums_in_float32 and c.dtype != torch.float64 else None,
-        return_lse=options["return_lse"],
+        return_lse=return_lse,
     )
-    outputs = (result.loss, result.lse) if options["return_lse"] else (result,)
+    outputs = (result.loss, result.lse) if return_lse else (result,)
     outputs = tuple(tensor[..., :position_count] if tensor.dim() else tensor for tensor in outputs)
-    return outputs if options["return_lse"] else outputs[0]
+    return outputs if return_lse else outputs[0]
 
 
 def _checked(options):
@@ -105,26 +166,76 @@ def _check_shift(shift, targets):
     return int(shift)
 
 
-class LinearCrossEntropy(nn.Module):
+class LinearCrossEntropy(nn.Module, Generic[_Result]):
     """cut_cross_entropy.LinearCrossEntropy: a Module with the options of `linear_cross_entropy`
     and no parameters."""
 
-    @takes("self", **_MODULE_OPTIONS)
+    ignore_index: int
+    softcap: float | None
+    reduction: Reduction
+    shift: int
+    filter_eps: _FilterEps
+    accum_e_fp32: bool
+    accum_c_fp32: bool
+    filter_e_grad: bool
+    filter_c_grad: bool
+    impl: object
+    return_lse: bool
+
+    @overload
+    def __init__(
+        self: "LinearCrossEntropy[Tensor]",
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[_ModuleOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LinearCrossEntropy[_LossAndLse]",
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[_ModuleOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LinearCrossEntropy[Tensor | _LossAndLse]",
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        shift: int = 0,
+        filter_eps: _FilterEps = "auto",
+        accum_e_fp32: bool = False,
+        accum_c_fp32: bool = False,
+        filter_e_grad: bool = True,
+        filter_c_grad: bool = True,
+        impl: object = "cce",
+        return_lse: bool = False,
+    ) -> None: ...
+    @takes_by_name
     def __init__(self, **options):
         super().__init__()
         for name, value in options.items():
             setattr(self, name, value)
 
-    def forward(self, e, c, targets, bias=None):
+    def forward(self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None) -> _Result:
         """The loss, or (loss, lse)."""
         options = {name: getattr(self, name) for name in _MODULE_OPTIONS}
         return linear_cross_entropy(e, c, targets, bias, **options)
+
+    if typing.TYPE_CHECKING:
+
+        def __call__(
+            self, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None
+        ) -> _Result: ...
+
+
+_MODULE_OPTIONS = parameters_of(LinearCrossEntropy.__init__)[1:]
 
 
 # ---- in the place of CCE's own ----
 
 
-def install():
+def install() -> Installation:
     """Makes every call of `cut_cross_entropy.linear_cross_entropy` run flce: those by
     `LinearCrossEntropy` and by the forwards which `cce_patch` puts into models, too.
 

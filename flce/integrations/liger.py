@@ -20,29 +20,25 @@ A bias of another dtype is promoted with input's, as in Liger; its gradient has 
 import abc
 import dataclasses
 import sys
+import typing
+from typing import Generic, Literal, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import TypeVar, Unpack, overload
 
 import flce
 from flce.modes import autocast_dtype
-from flce.options import DTYPES
+from flce.options import DTYPES, Reduction
 from flce.validate import check_integer, is_equal, refuse
 
 from ._rebind import Installation, is_ours, parameters_of
-from ._signatures import takes
+from ._signatures import takes_by_name
 
 _REDUCTIONS = ("mean", "sum", "none")
 _RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
-_MODULE_OPTIONS = {"ce_weight": None, "ignore_index": -100, "lse_square_scale": 0.0}
-_MODULE_OPTIONS |= {"label_smoothing": 0.0, "reduction": "mean", "softcap": None}
-_MODULE_OPTIONS |= {"return_z_loss": False, "accum_dtype": None, "use_token_scaling": False}
-_MODULE_OPTIONS |= {"return_token_accuracy": False, "return_predicted_tokens": False}
-_OPTIONS = {"bias": None, **_MODULE_OPTIONS}
 _CROSS_ENTROPY = "LigerFusedLinearCrossEntropyFunction"
 _SCALED = "LigerFusedLinearScaledCrossEntropyFunction"
-_SCALED_OPTIONS = {"temperature": 1.0, "ignore_index": -100, "m_tiles_per_cluster": 1}
-_SCALED_OPTIONS |= {"return_entropy": False, "selected_token_ids": None}
 
 
 @dataclasses.dataclass
@@ -56,10 +52,10 @@ class CrossEntropyOutput(abc.ABC):
     its models check; it has these fields and counts as a subclass of this one.
     """
 
-    loss: torch.Tensor
-    z_loss: torch.Tensor | None = None
-    token_accuracy: torch.Tensor | None = None
-    predicted_tokens: torch.Tensor | None = None
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
     @classmethod
     def __subclasshook__(cls, other):
@@ -72,7 +68,77 @@ def _output_class():
     return getattr(functional, "CrossEntropyOutput", None) or CrossEntropyOutput
 
 
-@takes("input", "weight", "target", **_OPTIONS, chunk_mem_const=1)
+_Result = TypeVar("_Result", default=Tensor | CrossEntropyOutput)
+
+
+class _ModuleOptions(TypedDict, total=False):
+    ignore_index: int
+    lse_square_scale: float
+    label_smoothing: float
+    reduction: Reduction
+    softcap: float | None
+    accum_dtype: torch.dtype | None
+    use_token_scaling: bool
+
+
+class _LossModuleOptions(_ModuleOptions, total=False):
+    return_z_loss: Literal[False]
+    return_token_accuracy: Literal[False]
+    return_predicted_tokens: Literal[False]
+
+
+class _OutputModuleOptions(_ModuleOptions, total=False):
+    return_z_loss: Literal[True]
+    return_token_accuracy: Literal[True]
+    return_predicted_tokens: Literal[True]
+
+
+class _LossOptions(_LossModuleOptions, total=False):
+    chunk_mem_const: int
+
+
+class _OutputOptions(_OutputModuleOptions, total=False):
+    chunk_mem_const: int
+
+
+@overload
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    **options: Unpack[_LossOptions],
+) -> Tensor: ...
+@overload
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    **options: Unpack[_OutputOptions],
+) -> CrossEntropyOutput: ...
+@overload
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput: ...
+@takes_by_name
 def liger_fused_linear_cross_entropy(input, weight, target, **options):
     """liger_kernel.transformers.functional.liger_fused_linear_cross_entropy.
 
@@ -106,18 +172,53 @@ class LigerFusedLinearCrossEntropyFunction:
     supports_inner_impl_dispatch = True
 
     @staticmethod
-    @takes("_input", "weight", "target", **_OPTIONS, ce_impl=None, ce_mode=None, chunk_mem_const=1)
-    def apply(_input, weight, target, ce_impl, ce_mode, **options):
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        ce_impl: None = None,
+        ce_mode: None = None,
+        chunk_mem_const: int = 1,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(loss, z_loss, token_accuracy, predicted_tokens), None for what was not asked. Arguments
         as `liger_fused_linear_cross_entropy`, and `ce_impl` and `ce_mode`, which choose among
         Liger's kernels and must be None."""
         for name, value in (("ce_impl", ce_impl), ("ce_mode", ce_mode)):
             if value is not None:
                 refuse(name, "None, flce has its own kernels", repr(value))
-        return _outputs(_input, weight, target, **options)
+        return _outputs(
+            _input,
+            weight,
+            target,
+            bias=bias,
+            ce_weight=ce_weight,
+            ignore_index=ignore_index,
+            lse_square_scale=lse_square_scale,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            softcap=softcap,
+            return_z_loss=return_z_loss,
+            accum_dtype=accum_dtype,
+            use_token_scaling=use_token_scaling,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            chunk_mem_const=chunk_mem_const,
+        )
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(nn.Module, Generic[_Result]):
     """liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss.
 
     Args: as `liger_fused_linear_cross_entropy`. `ce_weight` is an attribute and not a buffer, as in
@@ -126,7 +227,46 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     Raises: ValueError where reduction, label_smoothing or softcap has no allowed value.
     """
 
-    @takes("self", **_MODULE_OPTIONS)
+    ce_weight: Tensor | None
+    ignore_index: int
+    lse_square_scale: float
+    label_smoothing: float
+    reduction: Reduction
+    softcap: float | None
+    return_z_loss: bool
+    accum_dtype: torch.dtype | None
+    use_token_scaling: bool
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
+
+    @overload
+    def __init__(
+        self: "LigerFusedLinearCrossEntropyLoss[Tensor]",
+        ce_weight: Tensor | None = None,
+        **options: Unpack[_LossModuleOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LigerFusedLinearCrossEntropyLoss[CrossEntropyOutput]",
+        ce_weight: Tensor | None = None,
+        **options: Unpack[_OutputModuleOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LigerFusedLinearCrossEntropyLoss[Tensor | CrossEntropyOutput]",
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> None: ...
+    @takes_by_name
     def __init__(self, **options):
         super().__init__()
         for name, value in options.items():
@@ -138,10 +278,21 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         if self.softcap is not None and not self.softcap > 0:
             refuse("softcap", "a positive number or None", self.softcap)
 
-    def forward(self, lin_weight, _input, target, bias=None):
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> _Result:
         """The loss, or a CrossEntropyOutput, for a weight (V, H), input (N, H), target (N,)."""
         options = {name: getattr(self, name) for name in _MODULE_OPTIONS}
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **options)
+
+    if typing.TYPE_CHECKING:
+
+        def __call__(
+            self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+        ) -> _Result: ...
+
+
+_MODULE_OPTIONS = parameters_of(LigerFusedLinearCrossEntropyLoss.__init__)[1:]
 
 
 def _outputs(input, weight, target, *, chunk_mem_const, use_token_scaling, **options):
@@ -219,7 +370,7 @@ def _scaled(*operands, reduction, **options):
 # ---- in the place of Liger's own ----
 
 
-def install():
+def install() -> Installation:
     """Makes every call of Liger's fused linear cross entropy run flce: its function, its Module,
     the forwards which `apply_liger_kernel_to_*` puts into models; since 0.8.2 the scaled one too.
 
@@ -270,9 +421,15 @@ class Replacement:
         return self.call(*args, **options)
 
 
-@takes("_input", "weight", "target", **_SCALED_OPTIONS)
 def _scaled_cross_entropy(
-    _input, weight, target, m_tiles_per_cluster, selected_token_ids, **options
+    _input,
+    weight,
+    target,
+    temperature=1.0,
+    ignore_index=-100,
+    m_tiles_per_cluster=1,
+    return_entropy=False,
+    selected_token_ids=None,
 ):
     """Each row's -log p of its target with logits / temperature, float32 (float64 for float64),
     shape (N,), or with return_entropy (nll, entropy), the entropy in _input's dtype; both are
@@ -281,5 +438,7 @@ def _scaled_cross_entropy(
     _input: shape (N, H); weight: (V, H); target: class indices, shape (N,); ignore_index: the
     target of rows that give 0; m_tiles_per_cluster: no effect; selected_token_ids: None.
     """
-    nll = flce.linear_cross_entropy(_input, weight, target, reduction="none", **options)
-    return (nll.loss, nll.entropy.to(_input.dtype)) if options["return_entropy"] else nll
+    options = {"temperature": temperature, "ignore_index": ignore_index}
+    options |= {"reduction": "none", "return_entropy": return_entropy}
+    nll = flce.linear_cross_entropy(_input, weight, target, **options)
+    return (nll.loss, nll.entropy.to(_input.dtype)) if return_entropy else nll
