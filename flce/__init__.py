@@ -33,7 +33,6 @@ __all__ = [
     "TopLogprobs",
     "VocabParallel",
     "VocabParallelHead",
-    "compat",
     "cross_entropy",
     "explain",
     "fuse",
@@ -51,14 +50,14 @@ _LATER = {"explain": ".fusion", "fuse": ".fusion"}
 _LATER["VocabParallelHead"] = ".distributed.vocab_parallel_head"
 
 if typing.TYPE_CHECKING:
-    from . import compat, integrations
+    from . import integrations
     from .distributed.vocab_parallel_head import VocabParallelHead
     from .fusion import explain, fuse
 else:
 
     def __getattr__(name):
         """Imports on first access what depends on flce or takes long to import."""
-        if name in ("compat", "integrations"):
+        if name == "integrations":
             return importlib.import_module(f".{name}", __name__)
         if name in _LATER:
             return getattr(importlib.import_module(_LATER[name], __name__), name)

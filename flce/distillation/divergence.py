@@ -5,7 +5,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import functional
-from ..options import Divergence, DivergenceOptions, show_options
+from ..options import OF_DIVERGENCE, Divergence, DivergenceOptions, check_names, show_options
 from ..validate import check_tensor, local_replica, refuse
 from .sparse import Tail, sparse_divergence
 
@@ -92,6 +92,7 @@ def linear_divergence(
         options["ignore_index"] = -100
     if teacher_temperature is None:
         teacher_temperature = options.get("temperature", 1.0)
+    check_names("linear_divergence", OF_DIVERGENCE, options)
     of_teacher = {
         "divergence": divergence,
         "beta": beta,

@@ -1,27 +1,28 @@
 """The state of a fused model: when to defer, what happened, the handle to undo it, and a report."""
 
-import collections
-import contextlib
 import functools
 import inspect
 import warnings
 import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing_extensions import Self, Unpack
 
 from .. import composite
-from ..options import check_names
+from ..options import FuseOptions, check_names, defaults, show_options
 from ..validate import refuse
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, fusion_in
 
-# The others follow from the model's own call of the loss.
-_OPTIONS = ("accum_dtype", "logits_dtype", "save", "max_memory", "accumulate_into", "gradient")
-_OPTIONS += ("gradient_eps", "z_loss", "valid_bound")
+_When = Literal["labels", "always"]
+_OPTIONS = defaults(FuseOptions)  # the others follow from the model's own call of the loss
 _MAX_RECORDS = 16  # kinds of losses counted apart: a scale that changes is another each step
 _UNLABELLED = (
     'the loss is computed from all logits; flce.fuse(model, when="always") serves losses of its '
@@ -42,7 +43,7 @@ def _note_step(optimizer, args, kwargs):
             fusion.note_step(optimizer)
 
 
-class Fusion(contextlib.AbstractContextManager):
+class Fusion:
     """What `flce.fuse` returns: a handle to undo it, and a context manager that does at its end.
 
     model, options: as given; model is None once it is freed. losses: {steps after the head: how
@@ -51,13 +52,20 @@ class Fusion(contextlib.AbstractContextManager):
     It holds Modules by weak references: they are freed, and heads copied, without the model.
     """
 
+    when: _When
+    options: FuseOptions
+    losses: Counter[str]
+    reads: Counter[str]
+    fallbacks: Counter[str]
+    refused: list[tuple[str, str]]  # (name, why) of heads that do not defer
+
     def __init__(self, model, when, strict, options):
         self.when, self._strict, self.options = when, strict, options
         self._model_name, self._is_attached = type(model).__name__, False
         self._model_was_called = self._head_is_called = self._gave_logits = False
         self._is_in_graphs = False  # a graph calls the head, which defers
-        self.losses, self.reads, self.fallbacks = (collections.Counter() for _ in range(3))
-        self.refused = []  # [(name, why)] of heads that do not defer
+        self.losses, self.reads, self.fallbacks = (Counter() for _ in range(3))
+        self.refused = []
         self._reset(weakref.ref(model))
 
     def _reset(self, model):
@@ -80,9 +88,12 @@ class Fusion(contextlib.AbstractContextManager):
         self.__dict__.update(state)
         self._reset(lambda: None)
 
-    model = property(lambda self: self._model())
+    @property
+    def model(self) -> nn.Module | None:
+        """As given, until it is freed."""
+        return self._model()
 
-    def attached(self):
+    def attached(self) -> list[tuple[str, nn.Module, list[nn.Linear]]]:
         """[(name, the head's Module, its nn.Linears)]"""
         linears_by_head = {}
         for linear in self.linears:
@@ -91,7 +102,7 @@ class Fusion(contextlib.AbstractContextManager):
                 linears_by_head.setdefault(head, []).append(linear)
         return [(*head, linears) for head, linears in linears_by_head.items()]
 
-    def is_attached(self):
+    def is_attached(self) -> bool:
         """Whether any head of it is fused now."""
         return self._is_attached
 
@@ -186,7 +197,7 @@ class Fusion(contextlib.AbstractContextManager):
         if model is not None and _is_stepped(model.parameters(), optimizer):
             self.tell_if_unused()
 
-    def tell_if_unused(self):
+    def tell_if_unused(self) -> None:
         """After a step of training: warns if flce has computed no loss, and knows no reason."""
         if self.losses or self.fallbacks or not self._is_attached:
             return
@@ -195,7 +206,7 @@ class Fusion(contextlib.AbstractContextManager):
         elif self._model_was_called:
             self.fall_back(f"training did not call {self._heads()}", _NOT_CALLED)
 
-    def remove(self):
+    def remove(self) -> None:
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
         for hook in self._hooks:
             hook.remove()
@@ -204,7 +215,7 @@ class Fusion(contextlib.AbstractContextManager):
         self._is_attached = False
         self._hooks, self._places, self._label_stack = [], [], []
 
-    def summary(self):
+    def summary(self) -> str:
         """The counts in a phrase."""
         count = sum(self.losses.values())
         parts = [f"{count} loss{'es' * (count > 1)} without logits"] if count else []
@@ -216,7 +227,10 @@ class Fusion(contextlib.AbstractContextManager):
         state = "attached" if self._is_attached else "removed"
         return f"<flce.fuse of {self._model_name}: {state}, {self.summary()}>"
 
-    def __exit__(self, *exception):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def note_loss(self, key):
@@ -344,7 +358,15 @@ def _heads_to_fuse(model, head):
     return named_heads
 
 
-def fuse(model, head=None, *, when="labels", strict=False, **options):
+@show_options
+def fuse(
+    model: nn.Module,
+    head: str | nn.Module | Sequence[str | nn.Module] | None = None,
+    *,
+    when: _When = "labels",
+    strict: bool = False,
+    **options: Unpack[FuseOptions],
+) -> Fusion:
     """Makes a model compute its cross entropy by flce, without its logits, in place.
 
     The head's call returns a Tensor without memory, which records what docs/fuse.md lists; flce
@@ -402,7 +424,16 @@ class Explanation:
     refused: [(name, reason)]; losses, reads, fallbacks: the handle's counts; summary: in a phrase.
     """
 
-    def __init__(self, model):
+    model: str
+    is_fused: bool
+    heads: list[tuple[str, str]]
+    refused: list[tuple[str, str]]
+    losses: dict[str, int]
+    reads: dict[str, int]
+    fallbacks: dict[str, int]
+    summary: str
+
+    def __init__(self, model: nn.Module) -> None:
         self.model, fusion = type(model).__name__, heads.fusion_of(model)
         self.is_fused = fusion is not None
         known = {module: name for name, module in heads.heads_of(model)}
@@ -419,7 +450,7 @@ class Explanation:
         for name in ("losses", "reads", "fallbacks"):
             setattr(self, name, dict(getattr(fusion, name, {})))
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"{self.model}: {'fused' if self.is_fused else 'not fused'}"]
         lines += [f"  head {name}: {text}" for name, text in self.heads]
         lines += [f"  head {name}: left alone: {reason}" for name, reason in self.refused]
@@ -442,7 +473,7 @@ def _composition(head):
     return f"{type(head).__name__} of {', '.join(names)}"
 
 
-def explain(model):
+def explain(model: nn.Module) -> Explanation:
     """The Explanation, to print, of what `flce.fuse` did with an nn.Module (else TypeError).
 
     >>> flce.explain(nn.ModuleDict({"lm_head": nn.Linear(8, 16)})).is_fused

@@ -5,6 +5,8 @@ import importlib.metadata
 import inspect
 import sys
 
+from typing_extensions import Self
+
 from flce.validate import refuse
 
 _calls = collections.defaultdict(collections.Counter)
@@ -42,6 +44,8 @@ class Installation:
     where torch.compile traces them.
     """
 
+    calls: collections.Counter[str]
+
     def __init__(self, package, pairs, classes=(), known=()):
         """`pairs`: (original, ours), which gets the original as its `flce_original`. Every imported
         module's global that is the original becomes ours, and every attribute of `classes`; a later
@@ -62,7 +66,7 @@ class Installation:
             ours.flce_original = original
             _rebind(original, ours, self._classes)
 
-    def remove(self):
+    def remove(self) -> None:
         """Binds the originals again, where ours were imported since too; only the first call."""
         pairs, self._pairs = self._pairs, ()
         for original, ours in pairs:
@@ -73,10 +77,10 @@ class Installation:
         counts = ", ".join(f"{count} calls by {name}" for name, count in self.calls.items())
         return f"<flce.integrations.{self._package}: {state}, {counts or 'no calls yet'}>"
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

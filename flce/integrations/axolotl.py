@@ -16,11 +16,11 @@ class FlcePlugin(BasePlugin):
     liger_fused_linear_cross_entropy or cut_cross_entropy.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._installed = []
 
-    def pre_model_load(self, cfg):
+    def pre_model_load(self, cfg: object) -> None:
         """Installs flce in the packages whose flag `cfg` sets; ValueError if it sets none of them,
         else as their `install()`."""
         chosen = [package for flag, package in _FLAGS.items() if getattr(cfg, flag, None)]
@@ -28,7 +28,7 @@ class FlcePlugin(BasePlugin):
             refuse("plugins", f"FlcePlugin with one of {', '.join(_FLAGS)}: true", "neither")
         self._installed += [package.install() for package in chosen]
 
-    def post_train_unload(self, cfg):
+    def post_train_unload(self, cfg: object) -> None:
         """Removes what `pre_model_load` installed."""
         while self._installed:
             self._installed.pop().remove()

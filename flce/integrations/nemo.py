@@ -1,9 +1,12 @@
 """NeMo AutoModel: a loss class for a recipe. Importing this module imports nemo_automodel."""
 
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 import flce
-from flce.options import NemoOptions, check_names, defaults
+from flce.options import NemoOptions, Reduction, check_names, defaults, show_options
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
@@ -22,7 +25,19 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
             loss, and a gathered weight is no leaf.
     """
 
-    def __init__(self, ignore_index=-100, logit_softcapping=0, reduction="sum", **options):
+    ignore_index: int
+    logit_softcapping: float
+    reduction: Reduction
+    options: NemoOptions
+
+    @show_options
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        logit_softcapping: float = 0,
+        reduction: Reduction = "sum",
+        **options: Unpack[NemoOptions],
+    ) -> None:
         super().__init__()
         check_names(type(self).__name__, _KNOWN, options)
         self.ignore_index, self.logit_softcapping = ignore_index, logit_softcapping
@@ -30,13 +45,13 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
 
     def forward(
         self,
-        hidden_states,
-        labels,
-        lm_weight,
-        num_label_tokens=None,
-        grad_reduce_group=None,
-        loss_weights=None,
-    ):
+        hidden_states: Tensor,
+        labels: Tensor,
+        lm_weight: Tensor,
+        num_label_tokens: float | Tensor | None = None,
+        grad_reduce_group: ProcessGroup | None = None,
+        loss_weights: Tensor | None = None,
+    ) -> Tensor:
         """The loss, float32: shape (), or that of labels for "none".
 
         Args:

@@ -12,7 +12,7 @@ from ._rebind import Installation, is_ours, same_parameters
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
 
-def install():
+def install() -> Installation:
     """Makes SkyRL's fused head run flce: `trainer.fused_lm_head_logprob` of its Megatron strategy,
     with either backend, and the entropy that is logged with it.
 

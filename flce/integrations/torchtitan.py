@@ -2,8 +2,9 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 
@@ -28,13 +29,13 @@ class FlceLoss(ChunkedLossWrapper):
         z_loss: float = 0.0
         max_memory: str | None = None
 
-    def __init__(self, config, *, compile_config=None):
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         if type(config.loss_fn) is not CrossEntropyLoss.Config:
             refuse("loss_fn", "CrossEntropyLoss.Config", type(config.loss_fn).__qualname__)
         super().__init__(config, compile_config=compile_config)
         self.options = {name: getattr(config, name) for name in ("softcap", "z_loss", "max_memory")}
 
-    def set_lm_head(self, lm_head):
+    def set_lm_head(self, lm_head: nn.Module) -> None:
         """Makes the head, an nn.Linear, return the loss where it is called with labels; TypeError
         if it computes something else than a linear layer does."""
         if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
@@ -42,7 +43,13 @@ class FlceLoss(ChunkedLossWrapper):
         lm_head.forward = functools.partial(_loss_or_logits, lm_head, lm_head.forward)
         super().set_lm_head(lm_head)
 
-    def __call__(self, pred, labels, global_valid_tokens=None, **loss_inputs):
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: float | Tensor | None = None,
+        **loss_inputs: object,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss, {}): the sum over the valid tokens, divided by global_valid_tokens if given.
 
         pred: hidden states, shape (B, L, H); labels: class indices, shape (B, L), -100 where

@@ -1,9 +1,15 @@
 """transformers: a callback for its Trainer. Importing this module imports transformers."""
 
-from transformers import TrainerCallback
+from collections.abc import Sequence
+from typing import Literal
 
-from flce.fusion.handle import fuse
+from torch import nn
+from transformers import TrainerCallback
+from typing_extensions import Unpack
+
+from flce.fusion.handle import Fusion, fuse
 from flce.fusion.head import DATA_PARALLEL, fusion_of
+from flce.options import FuseOptions, show_options
 
 
 class FuseCallback(TrainerCallback):
@@ -14,15 +20,25 @@ class FuseCallback(TrainerCallback):
     trainers do not call the head: flce.integrations.trl serves them.
 
     Args:
-        head, strict, **options: as in `flce.fuse`. when="always" serves a compute_loss_func that
-            calls F.cross_entropy.
+        head, when, strict, **options: as in `flce.fuse`. when="always" serves a compute_loss_func
+            that calls F.cross_entropy.
 
     handle: what `flce.fuse` returned last; None before the Trainer is made. Raises as `flce.fuse`,
     and ValueError where the Trainer will use nn.DataParallel.
     """
 
-    def __init__(self, head=None, *, strict=False, **options):
-        self.arguments = {"head": head, "strict": strict, **options}
+    handle: Fusion | None
+
+    @show_options
+    def __init__(
+        self,
+        head: str | nn.Module | Sequence[str | nn.Module] | None = None,
+        *,
+        when: Literal["labels", "always"] = "labels",
+        strict: bool = False,
+        **options: Unpack[FuseOptions],
+    ) -> None:
+        self.arguments = {"head": head, "when": when, "strict": strict, **options}
         self.handle = None
 
     def on_init_end(self, args, state, control, model=None, **others):

@@ -8,6 +8,7 @@ import torch
 import flce
 from flce.logprobs import ENTROPIES
 from flce.modes import autocast_dtype
+from flce.options import Entropy
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
@@ -21,7 +22,7 @@ _DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": ("l
 _SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
 
 
-def install(*, entropy=None):
+def install(*, entropy: Entropy | None = None) -> Installation:
     """Makes TRL's trainers compute log-probabilities, entropies and accuracies by flce.
 
     `trl.trainer.utils._ChunkedLogProbFunction` is looked up in each step, so trainers that exist

@@ -13,7 +13,7 @@ from ._rebind import Installation, is_ours, parameters_of
 _NAME = "generalized_jsd_loss"
 
 
-def install(trainer):
+def install(trainer: type) -> Installation:
     """Makes the `generalized_jsd_loss` of a trainer, a class such as TRL's `GKDTrainer`, one call
     of `flce.linear_divergence`.
 

@@ -8,7 +8,7 @@ from ._operands import in_dtype_of
 from ._rebind import Installation, is_ours, same_parameters
 
 
-def install():
+def install() -> Installation:
     """Makes verl's fused kernels run flce: `FusedLinearForPPO` (backends "torch" and "liger") and
     `verl.utils.kernel.linear_cross_entropy` ("triton").
 

@@ -10,7 +10,7 @@ from flce.validate import check_shape
 from ._rebind import Installation, is_ours, same_parameters
 
 
-def install():
+def install() -> Installation:
     """Makes the loss_mode "forward_kl_topk" of verl's FSDP workers run flce, without the logits.
 
     The student is fused in addition: ``flce.fuse(module, when="always")`` of what the engine's

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import flce
 from flce import reference
-from flce.compat import cce, liger
+from flce.integrations import cce, liger
 from harness import cases
 from harness.operands import TOLERANCE, H, N, V, agree, indices, leaf, make
 
@@ -157,7 +157,7 @@ def peer(name):
 
 
 def newer_cce():
-    """CCE with the arguments that flce.compat.cce takes; version 25.1.1 has fewer."""
+    """CCE with the arguments that flce.integrations.cce takes; version 25.1.1 has fewer."""
     theirs = peer("cut_cross_entropy")
     if "return_lse" not in inspect.signature(theirs.linear_cross_entropy).parameters:
         pytest.skip("this cut_cross_entropy has no return_lse")

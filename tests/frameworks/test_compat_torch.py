@@ -1,4 +1,4 @@
-"""torch's own interface, flce.compat.torch, and all of flce.compat under torch.compile."""
+"""flce.integrations.torch, and the calls of flce.integrations under torch.compile."""
 
 import inspect
 import types
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from flce.compat import cce, liger
-from flce.compat import torch as compat_torch
 from flce.functional import with_torch_options
+from flce.integrations import cce, liger
+from flce.integrations import torch as of_torch
 from harness import cases
 from harness.operands import H, N, V, agree, indices, leaf, make
 
@@ -39,17 +39,17 @@ def test_torchs_function(device, kind, reduction, weighted, smoothing):
     options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
     for bias in (None, b):
         leaves = (x, w) if bias is None else (x, w, b)
-        ours = compat_torch.linear_cross_entropy(x, w, target, linear_bias=bias, **options)
+        ours = of_torch.linear_cross_entropy(x, w, target, linear_bias=bias, **options)
         theirs = torchs(x, w, target, linear_bias=bias, **options)
         agree(ours, theirs, leaves)
 
 
 def compiled_calls(x, w, y):
-    """One call of each compat module, as functions of x and w."""
+    """A call of each of these modules, as functions of x and w."""
     rows = y.flatten()
     weight = torch.rand(V, dtype=x.dtype, device=x.device)
     return {
-        "torch": lambda x, w: compat_torch.linear_cross_entropy(x.flatten(0, 1), w, rows),
+        "torch": lambda x, w: of_torch.linear_cross_entropy(x.flatten(0, 1), w, rows),
         "cce": lambda x, w: cce.linear_cross_entropy(x, w, y, shift=1, return_lse=True)[0],
         "liger": lambda x, w: liger.LigerFusedLinearCrossEntropyLoss(
             ce_weight=weight, lse_square_scale=0.1, use_token_scaling=True
@@ -108,7 +108,7 @@ def test_torchs_options(device, reduction):
     ):
         call = {"linear_bias": b, "reduction": reduction, "options": options}
         theirs = torchs(x, w, target, **call)
-        ours = compat_torch.linear_cross_entropy(x, w, target, **call)
+        ours = of_torch.linear_cross_entropy(x, w, target, **call)
         agree(ours, theirs, (x, w, b))
         theirs = torchs(x, w, target, **call)
         agree(flce.linear_cross_entropy(x, w, target, **call), theirs, (x, w, b))
@@ -120,10 +120,10 @@ def test_torchs_signatures():
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in parameters]
 
-    ours, theirs = compat_torch.linear_cross_entropy, F.linear_cross_entropy
+    ours, theirs = of_torch.linear_cross_entropy, F.linear_cross_entropy
     assert shape_of(ours) == shape_of(theirs)
     theirs = torch.nn.LinearCrossEntropyLoss
-    assert shape_of(compat_torch.LinearCrossEntropyLoss) == shape_of(theirs)
+    assert shape_of(of_torch.LinearCrossEntropyLoss) == shape_of(theirs)
 
 
 @needs_torchs
@@ -132,7 +132,7 @@ def test_torchs_module(device):
     call = {"bias": True, "weight": weight, "label_smoothing": 0.1}
     factory = {"device": device, "dtype": torch.float64}
     theirs = torch.nn.LinearCrossEntropyLoss(H, V, **call, **factory)
-    ours = compat_torch.LinearCrossEntropyLoss(H, V, **call, **factory)
+    ours = of_torch.LinearCrossEntropyLoss(H, V, **call, **factory)
     ours.load_state_dict(theirs.state_dict())
     x, target = leaf(N, H, device=device), indices(N, device=device)
     one, two = ours(x, target), theirs(x, target)
@@ -147,12 +147,12 @@ def test_torchs_module(device):
 def test_torchs_refusals():
     x, w, _, target = make("probabilities", "cpu")
     with pytest.raises(ValueError, match="^ignore_index: expected None"):
-        compat_torch.linear_cross_entropy(x, w, target, ignore_index=-100)
+        of_torch.linear_cross_entropy(x, w, target, ignore_index=-100)
     with pytest.raises(ValueError, match="^weight: expected"):
-        compat_torch.LinearCrossEntropyLoss(H, V, weight=torch.ones(V + 1))
+        of_torch.LinearCrossEntropyLoss(H, V, weight=torch.ones(V + 1))
     with pytest.raises(ValueError, match="^label_smoothing: expected"):
-        compat_torch.LinearCrossEntropyLoss(H, V, label_smoothing=1.5)
+        of_torch.LinearCrossEntropyLoss(H, V, label_smoothing=1.5)
     with pytest.raises(ValueError, match=r"^out_features: expected \(\)"):
-        compat_torch.LinearCrossEntropyLoss(H, V, out_features=(2,))
+        of_torch.LinearCrossEntropyLoss(H, V, out_features=(2,))
     with pytest.raises(ValueError, match=r"^linear_weight: expected shape \(V, "):
-        compat_torch.linear_cross_entropy(x, w.unsqueeze(1), target.unsqueeze(2))
+        of_torch.linear_cross_entropy(x, w.unsqueeze(1), target.unsqueeze(2))

@@ -64,9 +64,9 @@ assert type(head).__module__ == kernel.__name__
 torch.compile(head, fullgraph=True, backend="aot_eager")(x, target).backward()
 assert head.weight.grad.isfinite().all()
 from importlib import import_module
-for name in ("compat.liger", "compat.cce", "compat.torch", "fusion", "integrations"):
+for name in ("integrations.liger", "integrations.cce", "integrations.torch", "fusion"):
     import_module(f"{kernel.__name__}.{name}")
-assert kernel.compat.torch.linear_cross_entropy is not flce.compat.torch.linear_cross_entropy
+assert kernel.integrations.torch is not flce.integrations.torch
 names = {name for name in dir(torch.ops) if name.startswith("_flce")}
 print("loaded", kernel.__name__, *names)
 """

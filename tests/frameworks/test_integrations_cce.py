@@ -1,6 +1,6 @@
-"""flce.integrations.cce against flce.compat.cce and CCE's own torch_compile: 25.1.1, the newest on
-the package index, 25.6.4 of its repository, Axolotl's fork. CCE imports Triton, which needs no GPU
-for that."""
+"""What flce.integrations.cce installs against its own call and CCE's torch_compile: 25.1.1, the
+newest on the package index, 25.6.4 of its repository, Axolotl's fork. CCE imports Triton, which
+needs no GPU for that."""
 
 import importlib.util
 import inspect
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flce.compat import cce as compat
 from flce.integrations import cce as ours
 from harness import cases
 from harness.operands import TOLERANCE, H, N, V, agree, indices, leaf
@@ -41,8 +40,8 @@ def operands(device, dtype=torch.float64):
 
 
 def expected_of(x, w, y, *args, **options):
-    """What flce.compat.cce gives, whose numbers test_compat.py checks."""
-    return compat.linear_cross_entropy(x, w, y, *args, **options)
+    """What its own call gives, whose numbers test_compat.py checks."""
+    return ours.linear_cross_entropy(x, w, y, *args, **options)
 
 
 # 25.1.1 has neither, and Axolotl's fork no return_lse.

@@ -1,4 +1,4 @@
-"""flce.integrations.liger: what Liger calls gives what flce.compat.liger gives, which
+"""flce.integrations.liger: what it installs gives what its own calls give, which
 test_compat.py compares with Liger itself. Liger imports Triton, which needs no GPU for that."""
 
 import functools
@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flce.compat import liger as compat
 from flce.integrations import liger as ours
 from harness import cases
 from harness.operands import TOLERANCE, H, N, V, agree, indices, leaf
@@ -56,11 +55,11 @@ def functional():
     reduction=["mean", "sum", "none"], softcap=[None, 3.0], smoothing=[0.0, 0.1], z=[0.0, 0.02]
 )
 def test_function_and_module(device, only_flce, reduction, softcap, smoothing, z):
-    """They give what flce.compat.liger gives, whose numbers test_compat.py checks."""
+    """They give what its own calls give, whose numbers test_compat.py checks."""
     x, w, b, y = operands(device)
     call = {"reduction": reduction, "softcap": softcap, "return_predicted_tokens": True}
     call |= {"label_smoothing": smoothing, "lse_square_scale": z}
-    expected = compat.liger_fused_linear_cross_entropy(x, w, y, b, **call)
+    expected = ours.liger_fused_linear_cross_entropy(x, w, y, b, **call)
     module = liger_kernel.LigerFusedLinearCrossEntropyLoss(**call)
     of_function = functional().liger_fused_linear_cross_entropy(x, w, y, b, **call)
     for output in (of_function, module(w, x, y, b)):
@@ -164,7 +163,7 @@ def test_compile_fullgraph(only_flce):
 # ---- install() ----
 
 
-KNOWN = list(inspect.signature(compat.LigerFusedLinearCrossEntropyFunction.apply).parameters)
+KNOWN = list(inspect.signature(ours.LigerFusedLinearCrossEntropyFunction.apply).parameters)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Shared by the tests of sampled gradients: the small problem, the options, and the comparison with
-the reference of the same seed.
+sampled_reference of the same seed.
 
 The float32 of a device rounds differently from the reference's float64, so now and then another
 class is drawn: `agree` bounds how often.
@@ -10,8 +10,7 @@ import math
 import torch
 
 import flce
-from flce import reference
-from harness import cases
+from harness import cases, sampled_reference
 
 TOKENS, HIDDEN, VOCAB = 37, 24, 131
 SEEDS = 4096
@@ -85,6 +84,7 @@ def compare(case, *, eps=2**-6, seed=7, upstream=None, **call):
         elif name not in cases.LEAVES:
             torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=near)
     reach = max(one.abs().max().item() if one.numel() else 0.0 for one in upstream.values())
-    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64), **given, **call)
+    wide = case.to(torch.float64)
+    truth = cases.outcome(sampled_reference.linear_cross_entropy, wide, **given, **call)
     agree(ours, truth, case, reach)
     return ours

@@ -6,8 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import reference
-from harness import cases, raw
+from harness import cases, raw, sampled_reference
 from harness.sampled_case import SAMPLED, TOKENS, compare, make, sampled, upstream_of
 
 
@@ -97,7 +96,7 @@ def test_lists_of_many_classes(device, vocab, eps):
         at_target = case.target[:, None]
         q = (p / eps).clamp(max=1.0).scatter(-1, at_target, 0.0)
         end = q.cumsum(-1)
-        draws = reference.offsets_of_rows(tokens, 7, device, bits).double() / 2**bits
+        draws = sampled_reference.offsets_of_rows(tokens, 7, device, bits).double() / 2**bits
         seed = torch.tensor(7, device=device)
         given = {"seed": seed, "gradient": "sampled", "gradient_eps": eps}
         given |= {"reduction": "sum", "max_memory": 1 << 28}
@@ -139,7 +138,7 @@ def test_millions_of_equal_classes(eps, dtype):
     upstream = {"loss": torch.linspace(-1.0, 2.0, tokens), "entropy": torch.ones(tokens)}
     call = {"upstream": upstream, "reduction": "none", "return_entropy": True, **sampled(3, eps)}
     ours = cases.outcome(flce.linear_cross_entropy, case, **call)
-    truth = cases.outcome(reference.linear_cross_entropy, case.to(torch.float64), **call)
+    truth = cases.outcome(sampled_reference.linear_cross_entropy, case.to(torch.float64), **call)
     for name in ("loss", "entropy", "input", "linear_weight"):
         error = cases.relative_error(ours[name], truth[name])
         assert error <= cases.FLOORS[dtype][name in cases.GRADIENTS], name

@@ -10,7 +10,6 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
-from flce import reference
 from harness import cases, raw
 from harness.gpu import captured
 from harness.raw import described
@@ -47,8 +46,6 @@ def test_without_a_seed_torchs_generator_draws(device):
     assert cases.same_bits(run(), first) and cases.same_bits(run(), second)
     torch.manual_seed(1)
     assert cases.same_bits(run(torch.randint(2**63 - 1, (), device=device)), first)
-    made = cases.outcome(reference.linear_cross_entropy, case, **sampled(None))
-    assert made["input"].any()
 
 
 def test_nothing_is_drawn_with_exact_gradients_or_a_seed(device):

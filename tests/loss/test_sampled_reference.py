@@ -1,4 +1,4 @@
-"""The reference's sampled gradient: its random numbers, mean, variance, entries and sums."""
+"""harness.sampled_reference itself: its random numbers, mean, variance, entries and sums."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flce import reference
-from harness import cases
+from harness import cases, sampled_reference
 from harness.sampled_case import SEEDS
 
 ROUNDING = 2.0**-24  # of a share q in fixed point, for each class
@@ -27,16 +27,18 @@ KNOWN_ANSWERS = [  # kat_vectors of Random123: key, counter, output
 @pytest.mark.parametrize(("key", "counter", "output"), KNOWN_ANSWERS)
 def test_philox_gives_the_known_answers(key, counter, output):
     words = [torch.tensor(word) for word in counter]
-    assert tuple(int(word) for word in reference.philox(key, words)) == output
+    assert tuple(int(word) for word in sampled_reference.philox(key, words)) == output
 
 
 def test_a_seed_is_the_key_and_a_row_the_counter():
     for seed in (0, -1, 0x299F31D0A4093822):
         key = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-        offsets = reference.offsets_of_rows(5, seed, "cpu", 23)
-        expected = [reference.philox(key, (torch.tensor(i), 0, 0, 0))[0] >> 9 for i in range(5)]
+        offsets = sampled_reference.offsets_of_rows(5, seed, "cpu", 23)
+        expected = [
+            sampled_reference.philox(key, (torch.tensor(i), 0, 0, 0))[0] >> 9 for i in range(5)
+        ]
         assert offsets.tolist() == [int(word) for word in expected]
-    offsets = reference.offsets_of_rows(1 << 16, 3, "cpu", 23).double() / 2**23
+    offsets = sampled_reference.offsets_of_rows(1 << 16, 3, "cpu", 23).double() / 2**23
     assert 0.0 <= offsets.min() and offsets.max() < 1.0
     assert abs(offsets.mean() - 0.5) <= 4.5 * math.sqrt(1 / 12 / len(offsets))
 
@@ -82,7 +84,8 @@ def test_mean_and_variance_over_draws(options):
 
     def gradients(**sampling):
         options_of = {**options, **rows, **sampling}
-        loss = reference.cross_entropy(*many, reduction="sum", **options_of)
+        function = (sampled_reference if sampling else reference).cross_entropy
+        loss = function(*many, reduction="sum", **options_of)
         grad = torch.autograd.grad(loss, many[0])[0]
         return loss.detach(), grad.unflatten(0, (COPIES, 4))
 
@@ -130,7 +133,7 @@ def test_entries_of_a_row_and_their_sum(eps, std):
     """Few, and a common shift of a row's logits has nearly the exact gradient, in every draw."""
     z = std * torch.randn(512, 300, generator=cases.generator(2), dtype=torch.float64)
     target = torch.randint(300, (512,), generator=cases.generator(3))
-    made = reference.sampled_derivative(z, target, no_row(z), {}, eps, 11)
+    made = sampled_reference.sampled_derivative(z, target, no_row(z), {}, eps, 11)
     others = made.scatter(-1, target[:, None], 0.0)
     assert ((others != 0).sum(dim=-1) <= math.ceil(1 / eps) + 1).all()
     assert ((others == 0) | (others >= eps)).all()

@@ -70,9 +70,9 @@ def test_samples(device, dtype, variant):
             theirs = value_and_gradients(F.linear_cross_entropy, sample)
         if sample.args[0].dim() > 2:  # K-dimensional, which is refused
             with pytest.raises(ValueError, match="^linear_weight: expected shape"):
-                value_and_gradients(flce.compat.torch.linear_cross_entropy, sample)
+                value_and_gradients(flce.integrations.torch.linear_cross_entropy, sample)
             continue
-        ours = value_and_gradients(flce.compat.torch.linear_cross_entropy, sample)
+        ours = value_and_gradients(flce.integrations.torch.linear_cross_entropy, sample)
         if sample.kwargs.get("reduction", "mean") == "mean" and theirs["loss"].isnan():
             assert not any(tensor.any() for tensor in ours.values()), described(sample)
         else:

@@ -1,17 +1,9 @@
 """What type checkers are told: a user's script passes them, overloads are those of their function,
-and the stubs are those of the code."""
+and values, options and attributes have the types that are stated."""
 
-import __future__
-
-import abc
-import ast
-import builtins
-import dataclasses
-import importlib
 import inspect
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -25,9 +17,9 @@ import typed_user
 import typing_extensions
 
 import flce
-from flce.compat import cce, liger
-from flce.fusion.handle import _OPTIONS as OF_FUSE
-from flce.options import RETURNS, FuseOptions, ModuleOptions, Option, Options, defaults, types_of
+from flce.integrations import cce, liger
+from flce.integrations._rebind import Installation
+from flce.options import RETURNS, ModuleOptions, Option, Options, TeacherOptions, defaults, types_of
 from harness import ROOT
 
 SCRIPT = ROOT / "tests/project/typed_user.py"
@@ -109,6 +101,7 @@ CALLS = {
     flce.linear_loss: (X, W, Y, lambda logprobs, _, rows: -logprobs.sum()),
     flce.linear_divergence: (X, W, X, W),
     flce.plan: (4, 8, 16),
+    flce.fuse: (torch.nn.Sequential(torch.nn.Linear(8, 16)), "0"),
     flce.LinearCrossEntropyLoss: (8, 16),
     flce.LinearCrossEntropyHead: (8, 16),
 }
@@ -172,6 +165,51 @@ for _module in (flce.LinearCrossEntropyLoss, flce.LinearCrossEntropyHead):
     _call = inspect.get_annotations(_module)["__call__"]
     OVERLOADED["flce.modules", f"{_call.__name__}.__call__"] = _module.forward
 OVERLOADED["flce.modules", "LinearCrossEntropyHead.forward"] = flce.LinearCrossEntropyHead.forward
+# Those of other packages' signatures, whose last overload has every argument.
+OF_PACKAGES = [cce.linear_cross_entropy, cce.LinearCrossEntropy.__init__]
+OF_PACKAGES += [liger.liger_fused_linear_cross_entropy]
+OF_PACKAGES += [liger.LigerFusedLinearCrossEntropyLoss.__init__]
+OVERLOADED |= {(one.__module__, one.__qualname__): one for one in OF_PACKAGES}
+
+
+def parameters_of(definitions):
+    """(names by position, all names, [{name: default} of each]) of a function's overloads."""
+    positional, every, defaults = [], set(), []
+    for one in definitions:
+        own = inspect.signature(one).parameters.values()
+        by_position = [p.name for p in own if p.kind == p.POSITIONAL_OR_KEYWORD]
+        longer = max(positional, by_position, key=len)
+        assert longer[: len(by_position)] == by_position
+        assert longer[: len(positional)] == positional
+        positional = longer
+        for parameter in own:
+            if parameter.kind == parameter.VAR_KEYWORD:
+                (options,) = typing.get_args(parameter.annotation)
+                every |= set(options.__annotations__)
+        by_name = {p.name: p.default for p in own if p.kind not in VARIADIC}
+        every |= by_name.keys()
+        defaults.append(by_name)
+    return positional, every, defaults
+
+
+VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def check_overloads(name, overloads, real, others):
+    """Compares overloads with their function. `others`: what it takes as **options and its
+    signature does not tell."""
+    positional, every, defaults = parameters_of(overloads)
+    found = inspect.signature(real).parameters
+    own = {n: p for n, p in found.items() if p.kind not in VARIADIC}
+    by_position = [n for n, p in own.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert positional == by_position, name
+    assert every == own.keys() | others, name
+    for by_name in defaults:
+        for parameter in by_name.keys() & own.keys():
+            default, expected = by_name[parameter], own[parameter].default
+            # An overload may require what the function does not.
+            is_narrower = default is inspect.Parameter.empty
+            assert is_narrower or default == expected, (name, parameter)
 
 
 @pytest.mark.parametrize("name", OVERLOADED, ids=".".join)
@@ -182,7 +220,30 @@ def test_overloads_are_those_of_the_function(name):
     others = {*defaults(Options)} if name[0] == "flce.modules" else set()
     if name[0] == "flce.reference":
         others = {*options_of(OVERLOADED[name]).__annotations__}
-    check_function(name, overloads, OVERLOADED[name], {}, others)
+    check_overloads(name, overloads, OVERLOADED[name], others)
+
+
+@pytest.mark.parametrize("function", OF_PACKAGES, ids=lambda function: function.__qualname__)
+def test_overloads_of_other_packages_narrow_the_outputs_alone(function):
+    """Each argument has the type of the last overload; return_* of the others a Literal."""
+    *others, last = typing_extensions.get_overloads(function)
+    every = typing.get_type_hints(last)
+    assert len(others) == 2 and inspect.signature(function) == inspect.signature(last)
+    for overload in others:
+        stated = typing.get_type_hints(overload)
+        (options,) = typing.get_args(stated.pop("options"))
+        for name, kind in {**stated, **typing.get_type_hints(options)}.items():
+            is_output = name.startswith("return_") and typing.get_origin(kind) is typing.Literal
+            assert kind == every[name] or is_output or name in ("self", "return"), name
+
+
+@pytest.mark.parametrize(
+    "module", [cce.LinearCrossEntropy, liger.LigerFusedLinearCrossEntropyLoss], ids=str
+)
+def test_modules_of_other_packages_state_the_types_of_their_attributes(module):
+    parameters = inspect.signature(module).parameters
+    expected = {name: one.annotation for name, one in parameters.items()}
+    assert inspect.get_annotations(module) == expected
 
 
 def hints_of(options):
@@ -203,7 +264,7 @@ NARROWER = {"classes", "topk", *RETURNS}
 
 def test_an_option_has_one_type():
     """In all TypedDicts; those of overloads narrow it, without a default."""
-    table = hints_of(Options)
+    table = hints_of(Options) | hints_of(TeacherOptions)
     for options in vars(flce.options).values():
         if typing_extensions.is_typeddict(options):
             for name, hint in hints_of(options).items():
@@ -217,10 +278,17 @@ def test_objects_have_the_attributes_that_their_classes_state():
         shards = flce.VocabParallel(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    for made in (shards, flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16))
+    with flce.fuse(model, "0") as fusion:
+        explanation = flce.explain(model)
+    objects = [shards, flce.LinearCrossEntropyHead(8, 16), flce.LinearCrossEntropyLoss(8, 16)]
+    objects += [fusion, explanation, cce.LinearCrossEntropy(), Installation("nothing", [])]
+    objects += [liger.LigerFusedLinearCrossEntropyLoss()]
+    objects += [flce.integrations.torch.LinearCrossEntropyLoss(8, 16)]
+    for made in objects:
         classes = [one for one in type(made).__mro__ if one.__module__.startswith("flce")]
         stated = set().union(*map(inspect.get_annotations, classes))
-        assert len(stated) > 1
+        assert stated
         for attribute in stated:
             assert hasattr(made, attribute), (type(made), attribute)
 
@@ -229,191 +297,3 @@ def test_modules_state_the_types_of_their_attributes():
     table = hints_of(Options)
     stated = typing.get_type_hints(flce.modules._Settings, vars(flce.modules) | vars(flce))
     assert stated == {name: table[name] for name in defaults(ModuleOptions)}
-
-
-# ---- stubs against the code ----
-
-FLCE = ROOT / "flce"
-ROOTED = {path: path.relative_to(FLCE).with_suffix("") for path in sorted(FLCE.rglob("*.pyi"))}
-OF_FRAMEWORKS = [path for path in ROOTED if path.parent.name == "integrations"]
-IMPORTED = [path for path in ROOTED if path not in OF_FRAMEWORKS]
-
-
-def stub_of(path):
-    """The names that a stub defines: it is run as Python."""
-    name = f"stub {ROOTED[path]}"
-    if name not in sys.modules:
-        module = sys.modules[name] = types.ModuleType(name)  # where dataclasses look for it
-        names, module.__file__ = vars(module), str(path)
-        names["__builtins__"] = {**vars(builtins), "__import__": _import}
-        flags = __future__.annotations.compiler_flag
-        exec(compile(path.read_text(), str(path), "exec", flags, dont_inherit=True), names)
-    return vars(sys.modules[name])
-
-
-def _import(name, globals=None, locals=None, fromlist=(), level=0):
-    """Takes stubs for modules of flce, and None for a module that is named alone."""
-    if level == 0:
-        return builtins.__import__(name, globals, locals, fromlist)
-    folder = pathlib.Path(globals["__file__"]).parents[level - 1]
-    if not name:
-        return types.SimpleNamespace(**dict.fromkeys(fromlist))
-    path = folder.joinpath(*name.split("."))
-    for stub in (path.with_suffix(".pyi"), path / "__init__.pyi"):
-        if stub in ROOTED:
-            return types.SimpleNamespace(**stub_of(stub))
-    return importlib.import_module(".".join(("flce", *path.relative_to(FLCE).parts)))
-
-
-def module_of(path):
-    parts = [part for part in ROOTED[path].parts if part != "__init__"]
-    return importlib.import_module(".".join(("flce", *parts)))
-
-
-def definitions_of(function, module, name):
-    """The overloads of a stub's function, or the function alone."""
-    known = types.SimpleNamespace(__module__=module, __qualname__=name)
-    return typing_extensions.get_overloads(known) or [function]
-
-
-def parameters_of(definitions, names):
-    """(names by position, all names, [{name: default} of a definition]) of a function's overloads,
-    or of a stub's function."""
-    positional, every, defaults = [], set(), []
-    for one in definitions:
-        own = inspect.signature(one).parameters.values()
-        by_position = [p.name for p in own if p.kind == p.POSITIONAL_OR_KEYWORD]
-        longer = max(positional, by_position, key=len)
-        assert longer[: len(by_position)] == by_position
-        assert longer[: len(positional)] == positional
-        positional = longer
-        for parameter in own:
-            if parameter.kind == parameter.VAR_KEYWORD:
-                stated = parameter.annotation
-                stated = eval(stated, names) if isinstance(stated, str) else stated
-                (options,) = typing.get_args(stated)
-                every |= set(options.__annotations__)
-        by_name = {p.name: p.default for p in own if p.kind not in VARIADIC}
-        every |= by_name.keys()
-        defaults.append(by_name)
-    return positional, every, defaults
-
-
-VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-
-
-def check_function(name, definitions, real, names, others=frozenset()):
-    """Compares definitions for type checkers with the function. `names`: of a stub; `others`: what
-    the function takes as **options and its signature does not tell."""
-    positional, every, defaults = parameters_of(definitions, names)
-    found = inspect.signature(real).parameters
-    own = {n: p for n, p in found.items() if p.kind not in VARIADIC}
-    by_position = [n for n, p in own.items() if p.kind == p.POSITIONAL_OR_KEYWORD]
-    assert positional == by_position, name
-    assert every == own.keys() | others, name
-    for by_name in defaults:
-        for parameter in by_name.keys() & own.keys():
-            default, expected = by_name[parameter], own[parameter].default
-            # An overload may require what the function does not.
-            is_narrower = len(defaults) > 1 and default is inspect.Parameter.empty
-            assert is_narrower or default is Ellipsis or default == expected, (name, parameter)
-
-
-def made_here(path):
-    """(name, the stub's, the code's) of the public functions and classes that a stub defines."""
-    names, real = stub_of(path), module_of(path)
-    for name, one in list(names.items()):
-        is_own = getattr(one, "__module__", None) == names["__name__"]
-        if not name.startswith("_") and (is_own or is_overloaded(one)):
-            yield name, one, getattr(real, name)
-
-
-def is_overloaded(one):
-    return getattr(one, "__name__", "") == "_overload_dummy"
-
-
-@pytest.mark.parametrize("path", IMPORTED, ids=lambda path: str(ROOTED[path]))
-def test_stubs_have_the_signatures_of_the_code(path):
-    names, found = stub_of(path), []
-    for name, stub, real in made_here(path):
-        if not inspect.isclass(stub):
-            found.append((name, stub, real))
-        elif dataclasses.is_dataclass(stub):
-            ours, theirs = (dataclasses.fields(one) for one in (stub, real))
-            assert [(f.name, f.default) for f in ours] == [(f.name, f.default) for f in theirs]
-        elif not issubclass(stub, tuple | dict):  # neither NamedTuples nor TypedDicts
-            for own in vars(stub):
-                function = inspect.getattr_static(stub, own)
-                function = getattr(function, "__func__", function)
-                if inspect.isfunction(function):
-                    # A Module's call is its forward.
-                    is_call = own == "__call__" and issubclass(stub, torch.nn.Module)
-                    method = getattr(real, "forward" if is_call else own)
-                    found.append((f"{name}.{own}", function, method))
-    assert found
-    for name, stub, real in found:
-        definitions = definitions_of(stub, names["__name__"], name)
-        assert not is_overloaded(definitions[0])
-        others = {*OF_FUSE} if real is flce.fuse else set()
-        check_function(f"{ROOTED[path]} {name}", definitions, real, names, others)
-
-
-def test_fuse_takes_the_options_of_its_typed_dict():
-    assert {*OF_FUSE} == {*FuseOptions.__annotations__}
-
-
-def test_stubs_have_the_public_names():
-    for path in ROOTED:
-        if path.stem == "__init__":
-            names, real = stub_of(path), module_of(path)
-            assert names["__all__"] == real.__all__
-            assert names.keys() >= {*real.__all__}
-
-
-def test_stubs_have_the_attributes_of_the_code():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16))
-    with flce.fuse(model, "0") as fusion:
-        explanation = flce.explain(model)
-    made = [fusion, explanation, cce.LinearCrossEntropy()]
-    made += [liger.LigerFusedLinearCrossEntropyLoss(), liger.LigerFusedLinearCrossEntropyFunction()]
-    made.append(flce.compat.torch.LinearCrossEntropyLoss(8, 16))
-    by_class = {type(one): one for one in made}
-    for path in IMPORTED:
-        for name, stub, real in made_here(path):
-            if not inspect.isclass(stub) or issubclass(stub, tuple | dict | abc.ABC):
-                continue
-            bases = [base for base in stub.__mro__ if base.__module__.startswith("stub ")]
-            for attribute in set().union(*map(inspect.get_annotations, bases)):
-                assert hasattr(by_class[real], attribute), (name, attribute)
-
-
-def functions_in(tree, prefix=""):
-    """{qualified name: arguments of a function} of a module's source."""
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            found[prefix + node.name] = node.args
-        elif isinstance(node, ast.ClassDef):
-            found |= functions_in(node, f"{prefix}{node.name}.")
-    return found
-
-
-def described(arguments):
-    """([(name, default)] by position, {name: default} of the others, whether there are more)."""
-    given = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
-    names = [arg.arg for arg in arguments.args + arguments.kwonlyargs]
-    values = [one and ast.unparse(one) for one in given + arguments.kw_defaults]
-    pairs = list(zip(names, values, strict=True))
-    count = len(given)
-    return pairs[:count], dict(pairs[count:]), arguments.kwarg is not None
-
-
-@pytest.mark.parametrize("path", OF_FRAMEWORKS, ids=lambda path: str(ROOTED[path]))
-def test_stubs_of_integrations_have_the_signatures_of_the_source(path):
-    """Read and not imported: that would need the framework."""
-    code = functions_in(ast.parse(path.with_suffix(".py").read_text()))
-    for name, arguments in functions_in(ast.parse(path.read_text())).items():
-        by_position, others, takes_more = described(arguments)
-        if name == "FuseCallback.__init__":
-            assert others.pop("when") == "'labels'"  # among its **options, as flce.fuse has it
-        assert (by_position, others, takes_more) == described(code[name]), name

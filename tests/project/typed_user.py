@@ -9,12 +9,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Unpack, assert_type
 
 import flce
-import flce.compat.torch
+import flce.integrations.torch
 from flce import LinearCrossEntropyHead, LinearCrossEntropyOutput, Plan, TopLogprobs
-from flce.compat import cce, liger
-from flce.compat.liger import CrossEntropyOutput
 from flce.fusion import Explanation, Fusion
+from flce.integrations import cce, liger
 from flce.integrations._rebind import Installation
+from flce.integrations.liger import CrossEntropyOutput
 from flce.options import Options, Save
 
 x = torch.randn(4, 8, requires_grad=True)
@@ -158,8 +158,8 @@ def replacements(wants: bool = True) -> None:
     assert_type(made, CrossEntropyOutput)
     applied = liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, y)
     assert_type(applied[0], Tensor)
-    assert_type(flce.compat.torch.linear_cross_entropy(x, w, y, reduction="sum"), Tensor)
-    assert_type(flce.compat.torch.LinearCrossEntropyLoss(8, 16)(x, y), Tensor)
+    assert_type(flce.integrations.torch.linear_cross_entropy(x, w, y, reduction="sum"), Tensor)
+    assert_type(flce.integrations.torch.LinearCrossEntropyLoss(8, 16)(x, y), Tensor)
 
 
 def definitions() -> None:
@@ -169,7 +169,7 @@ def definitions() -> None:
     assert_type(flce.reference.cross_entropy(torch.randn(4, 16), y), Tensor)
     assert_type(flce.reference.linear_logprobs(x, w, y), tuple[Tensor, Tensor])
     assert_type(flce.__version__, str)
-    assert_type(flce.compat.cce.IMPLS, tuple[str, ...])
+    assert_type(flce.integrations.cce.IMPLS, tuple[str, ...])
 
 
 # ---- for type checkers alone: these need a process group or a framework ----
@@ -192,9 +192,12 @@ def of_frameworks() -> None:
         assert_type(handle.calls["flce"], int)
     for package in (flce.integrations.cce, flce.integrations.skyrl, flce.integrations.verl):
         package.install().remove()
+    assert_type(flce.integrations.trl_distillation.install(torch.nn.Module), Installation)
+    assert_type(flce.integrations.verl_distillation.install(), Installation)
     callback = flce.integrations.transformers.FuseCallback(when="always", max_memory="1GiB")
     assert_type(callback.handle, Fusion | None)
-    flce.integrations.nemo.FlceLinearCrossEntropy(z_loss=1e-4)
+    criterion = flce.integrations.nemo.FlceLinearCrossEntropy(z_loss=1e-4)
+    assert_type(criterion.forward(x, y, w, num_label_tokens=4), Tensor)
     flce.integrations.axolotl.FlcePlugin()
     print(flce.integrations.torchtitan.FlceLoss)
 
@@ -209,6 +212,10 @@ def of_mistakes(model: torch.nn.Module, head: LinearCrossEntropyHead) -> None:
     flce.linear_logprobs(x, w, y, entropy="none")  # type: ignore[call-overload]
     flce.linear_logprobs_at(x, w, ids, shift=1)  # type: ignore[call-arg]
     flce.linear_loss(x, w, y, counted)  # type: ignore[arg-type]
+    cce.linear_cross_entropy(x, w, y, softcaps=30.0)  # type: ignore[call-overload]
+    liger.LigerFusedLinearCrossEntropyLoss()(x, w)  # type: ignore[call-arg]
+    flce.integrations.torch.linear_cross_entropy(x, w, y, None)  # type: ignore[call-arg]
+    flce.integrations.trl.install(entropy="none")  # type: ignore[arg-type]
     flce.plan(4, 8, 16, vocab_parallel=None)  # type: ignore[call-arg]
     flce.fuse(model, when="never")  # type: ignore[arg-type]
     head.save = "nothing"  # type: ignore[assignment]

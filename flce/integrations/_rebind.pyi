@@ -1,9 +1,0 @@
-from collections import Counter
-
-from typing_extensions import Self
-
-class Installation:
-    calls: Counter[str]
-    def remove(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...

@@ -1,4 +1,0 @@
-from ..options import Entropy
-from ._rebind import Installation
-
-def install(*, entropy: Entropy | None = None) -> Installation: ...

@@ -1,3 +1,0 @@
-from ._rebind import Installation
-
-def install(trainer: type) -> Installation: ...
