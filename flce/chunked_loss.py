@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 from typing_extensions import Unpack, overload
 
-from . import calls, class_losses, composite, fakes, functional, validate
+from . import calls, class_losses, composite, fakes, functional, torch_private, validate
 from .accumulate import Accumulator
 from .autograd import ScaledGradients
 from .logprobs import check_logprobs, logprobs_of
@@ -239,8 +238,8 @@ def _added(sums, values):
     """The sums of the chunks so far and of `values`, [loss] or [loss, values] of the next one."""
     try:
         if sums is None:  # 0 +: new tensors, as loss_fn may write to its own; True counts as 1
-            return _pytree.tree_map(lambda value: 0 + _widened(value), values)
-        return _pytree.tree_map(_sum, sums, values)
+            return torch_private.tree_map(lambda value: 0 + _widened(value), values)
+        return torch_private.tree_map(_sum, sums, values)
     except (TypeError, ValueError) as error:
         expected = "values that can be added, of one structure and of the same shapes in all chunks"
         refuse("loss_fn", expected, error)
@@ -423,7 +422,7 @@ class _Chunks:
             self._add_gradients(loss, leaves, outputs, rows, part)
         # In the dtype of the log-probabilities at least: a 16-bit sum would lose chunks.
         loss = loss.to(torch.promote_types(loss.dtype, cut[0].dtype)).reshape(())
-        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
+        return torch_private.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
 
     def _add_gradients(self, loss, leaves, outputs, rows, part):
         self.has_gradient = True

@@ -50,7 +50,7 @@ class DeferredLogits(torch.Tensor):
         layout = node.layout_of
         options = {"strides": layout.strides, "storage_offset": layout.offset}
         options |= {"dtype": layout.dtype, "device": node.call.device}
-        proxy = torch.Tensor._make_wrapper_subclass(cls, layout.shape, **options)
+        proxy = torch_private.make_wrapper_subclass(cls, layout.shape, **options)
         torch_private.forbid_addresses(proxy)
         proxy._flce = node
         return proxy

@@ -68,7 +68,7 @@ class GradientOfLogits(torch.Tensor):
     def __new__(cls, like, summands):
         with torch_private.without_torch_function():
             options = {"dtype": like.dtype, "device": summands.device}
-            gradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
+            gradient = torch_private.make_wrapper_subclass(cls, like.shape, **options)
         torch_private.forbid_addresses(gradient)
         gradient.summands = summands
         return gradient

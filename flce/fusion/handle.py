@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self, Unpack
 
-from .. import composite
+from .. import composite, torch_private
 from ..options import FuseOptions, check_names, defaults, show_options
 from ..validate import refuse
 from . import head as heads
@@ -295,11 +295,10 @@ class Fusion:
                 stacklevel=3,
             )
 
-    # Set here as torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
     for _function in (_fuse_replacements, _note_call, _note_head, _has_missed_head):
-        _function._dynamo_marked_constant = True
+        torch_private.call_while_tracing(_function)
     for _function in (_count_loss, _count_read, _count_fall_back):
-        _function._dynamo_marked_constant = True
+        torch_private.call_while_tracing(_function)
 
 
 def _is_stepped(parameters, optimizer):

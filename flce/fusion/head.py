@@ -107,7 +107,7 @@ def _exports():
     return torch.compiler.is_exporting()
 
 
-_exports._dynamo_marked_constant = True  # torch 2.10 traces is_exporting as True
+torch_private.call_while_tracing(_exports)  # torch 2.10 traces is_exporting as True
 
 
 def _unsupported_call(linear, x):
