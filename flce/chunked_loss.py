@@ -26,8 +26,8 @@ _Values = typing.TypeVar("_Values")
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
-# Options on which the rows of a chunk depend.
-_OF_PLAN = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
+# The options by which flce.plan is asked for the number of rows of a chunk.
+_OPTIONS_OF_CHUNK_ROWS = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
 
 
 @overload
@@ -229,7 +229,7 @@ def _rows_of_chunk(rows, tokens, operands, dtype, options):
     vocab, ranks = all_classes(options["vocab_parallel"], len(weight))
     if vocab < 1:  # of one rank; the first call refuses it on all
         return 1
-    call = {name: options[name] for name in _OF_PLAN}
+    call = {name: options[name] for name in _OPTIONS_OF_CHUNK_ROWS}
     call |= {"dtype": dtype, "device": input.device, "ranks": ranks}
     return max(plan(tokens, input.shape[-1], vocab, save="grads", **call).chunk_rows, 1)
 
