@@ -136,7 +136,7 @@ class Accumulator:
             # The stream that called backward() must wait for this one, as it does at the end for
             # gradients that are returned to autograd.
             written = torch.cuda.current_stream(weight.device).record_event()
-            torch.autograd.Variable._execution_engine.queue_callback(
+            torch_private.call_after_backward(
                 lambda: torch.cuda.current_stream(weight.device).wait_event(written)
             )
         if grad_weight is not None:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 from typing_extensions import Unpack, overload
 
-from . import calls, class_losses, composite, fakes, functional, validate
+from . import calls, class_losses, composite, fakes, functional, torch_private, validate
 from .accumulate import Accumulator
 from .autograd import ScaledGradients
 from .logprobs import check_logprobs, logprobs_of
@@ -27,8 +26,8 @@ _Values = typing.TypeVar("_Values")
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
-# Options on which the rows of a chunk depend.
-_OF_PLAN = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
+# The options by which flce.plan is asked for the number of rows of a chunk.
+_OPTIONS_OF_CHUNK_ROWS = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
 
 
 @overload
@@ -230,7 +229,7 @@ def _rows_of_chunk(rows, tokens, operands, dtype, options):
     vocab, ranks = all_classes(options["vocab_parallel"], len(weight))
     if vocab < 1:  # of one rank; the first call refuses it on all
         return 1
-    call = {name: options[name] for name in _OF_PLAN}
+    call = {name: options[name] for name in _OPTIONS_OF_CHUNK_ROWS}
     call |= {"dtype": dtype, "device": input.device, "ranks": ranks}
     return max(plan(tokens, input.shape[-1], vocab, save="grads", **call).chunk_rows, 1)
 
@@ -239,8 +238,8 @@ def _added(sums, values):
     """The sums of the chunks so far and of `values`, [loss] or [loss, values] of the next one."""
     try:
         if sums is None:  # 0 +: new tensors, as loss_fn may write to its own; True counts as 1
-            return _pytree.tree_map(lambda value: 0 + _widened(value), values)
-        return _pytree.tree_map(_sum, sums, values)
+            return torch_private.tree_map(lambda value: 0 + _widened(value), values)
+        return torch_private.tree_map(_sum, sums, values)
     except (TypeError, ValueError) as error:
         expected = "values that can be added, of one structure and of the same shapes in all chunks"
         refuse("loss_fn", expected, error)
@@ -423,7 +422,7 @@ class _Chunks:
             self._add_gradients(loss, leaves, outputs, rows, part)
         # In the dtype of the log-probabilities at least: a 16-bit sum would lose chunks.
         loss = loss.to(torch.promote_types(loss.dtype, cut[0].dtype)).reshape(())
-        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
+        return torch_private.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
 
     def _add_gradients(self, loss, leaves, outputs, rows, part):
         self.has_gradient = True

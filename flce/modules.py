@@ -24,6 +24,7 @@ from .options import (
     defaults,
 )
 from .packing import all_classes
+from .torch_private import WeightedLoss
 
 if typing.TYPE_CHECKING:
     from .distributed import VocabParallel
@@ -126,7 +127,7 @@ class _CallOfHead(typing.Protocol):
     ) -> Tensor | LinearCrossEntropyOutput: ...
 
 
-class LinearCrossEntropyLoss(_Settings, nn.modules.loss._WeightedLoss):  # type: ignore[misc]
+class LinearCrossEntropyLoss(_Settings, WeightedLoss):  # type: ignore[misc]
     """A linear layer and the cross entropy of its output, like torch.nn.LinearCrossEntropyLoss.
 
     Args:

@@ -118,10 +118,8 @@ def num_items(
         validate.check_same_device("targets", count, "their first", targets[0])
         total = total + count
     if group is not None:
-        from torch.distributed import _functional_collectives as functional
-
         name = process_group("flce.num_items", group).group_name
-        total = functional.wait_tensor(functional.all_reduce(total, "sum", name))
+        total = torch_private.all_reduced(total, name)
     return total.to(torch.float64) / averaged_over
 
 

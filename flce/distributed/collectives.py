@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from .. import validate
+from .. import torch_private, validate
 from .._C import call_keeping, getenv
 from ..operators import library
 
@@ -27,8 +27,7 @@ def _works():
     return _in_flight.__dict__.setdefault("works", {})
 
 
-def _group(name):
-    return dist.distributed_c10d._resolve_process_group(name)
+_group = torch_private.process_group_of
 
 
 def group_of(name, rank, ranks):
@@ -102,12 +101,9 @@ class _SharedMemory:
         self.allocations = []  # a captured CUDA graph may have the addresses of a smaller one
 
     def allocate(self, id, size):
-        from torch.distributed import _symmetric_memory as symmetric
-
         group = self.group()
         data = -(-size // _FLAG_BYTES) * _FLAG_BYTES
-        memory = symmetric.empty(data + _FLAG_BYTES, dtype=torch.uint8, device="cuda")
-        handle = symmetric.rendezvous(memory, group)
+        memory, handle = torch_private.symmetric_memory(data + _FLAG_BYTES, group)
         memory[data:] = 0
         torch.cuda.synchronize()
         dist.barrier(group, device_ids=[torch.cuda.current_device()])

@@ -23,18 +23,18 @@ from .gradient import (
     is_step,
     sum_of_tensors,
 )
-from .node import Node, compute_logits, mapped
+from .values import DeferredValue, compute_logits, mapped
 
 
 class HeadProduct(torch.autograd.Function):
     """The product of an nn.Linear, (x, weight, bias): for autograd, that of nn.Linear itself."""
 
     @staticmethod
-    def forward(ctx, kind, node, x, weight, bias):
-        ctx.flce_call, ctx.record = node.call, node.record
+    def forward(ctx, kind, deferred, x, weight, bias):
+        ctx.head_call, ctx.record = deferred.head_call, deferred.record
         ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
-        return kind(node)
+        return kind(deferred)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -54,12 +54,13 @@ def _split(gradient, head_node):
     """(the LossBackwards that run at this node of a HeadProduct, the real sum of all other terms or
     None). One runs where each of its paths has brought a term: where a hook has changed that of one
     of two paths, into a real Tensor, the other one's is made real too."""
-    summands, call = gradient.summands, head_node.flce_call
+    summands, head_call = gradient.summands, head_node.head_call
     counts = collections.Counter(term.loss_backward for term in summands.terms)
     loss_backwards = [
         loss_backward
         for loss_backward, count in counts.items()
-        if call in loss_backward.calls and count == loss_backward.count_terms_at(head_node)
+        if head_call in loss_backward.head_calls
+        and count == loss_backward.count_terms_at(head_node)
     ]
     others = [term for term in summands.terms if term.loss_backward not in loss_backwards]
     return loss_backwards, sum_of_tensors([*(t.compute() for t in others), summands.tensor])
@@ -68,15 +69,15 @@ def _split(gradient, head_node):
 def _gradients_by_flce(ctx, loss_backwards):
     """The gradients of a call's leaves by the graphs of flce. A LossBackward of several heads is
     run by the first one's HeadProduct, for the leaves of all."""
-    call = ctx.flce_call
+    head_call = ctx.head_call
     new = [backward for backward in loss_backwards if backward.leaf_gradients is None]
     if new:
-        calls = {id(head_call): head_call for backward in new for head_call in backward.calls}
-        wanted = _wanted_leaves(ctx) if len(calls) == 1 else None
-        leaves = {id(leaf): leaf for head_call in calls.values() for leaf in head_call.leaves}
+        head_calls = {id(one): one for backward in new for one in backward.head_calls}
+        wanted = _wanted_leaves(ctx) if len(head_calls) == 1 else None
+        leaves = {id(leaf): leaf for one in head_calls.values() for leaf in one.leaves}
         leaves = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
         inputs = [leaf for leaf in leaves if wanted is None or id(leaf) in wanted]
-        accumulates = any(head_call.accumulates for head_call in calls.values())
+        accumulates = any(one.accumulates for one in head_calls.values())
         is_full = len(inputs) == len(leaves) and not accumulates
         with all_gradients_wanted() if is_full else contextlib.nullcontext():
             _run(new, inputs, accumulates, is_full)
@@ -84,7 +85,8 @@ def _gradients_by_flce(ctx, loss_backwards):
     gradients = [backward.leaf_gradients for backward in loss_backwards]
     gradients = list({id(by_leaf): by_leaf for by_leaf in gradients}.values())
     return [
-        sum_of_tensors([by_leaf.get(id(leaf)) for by_leaf in gradients]) for leaf in call.leaves
+        sum_of_tensors([by_leaf.get(id(leaf)) for by_leaf in gradients])
+        for leaf in head_call.leaves
     ]
 
 
@@ -93,7 +95,7 @@ def _wanted_leaves(ctx):
     schedules that compute those of inputs and of weights apart."""
     nodes = ctx.next_functions  # of Tensors alone
     wanted = [i for i, is_wanted in enumerate(ctx.needs_input_grad[2:]) if is_wanted]
-    return {id(ctx.flce_call.leaves[i]) for i in wanted if torch_private.is_executed(nodes[i][0])}
+    return {id(ctx.head_call.leaves[i]) for i in wanted if torch_private.is_executed(nodes[i][0])}
 
 
 def _run(loss_backwards, leaves, accumulates, is_full):
@@ -163,11 +165,11 @@ def _gradients_by_torch(ctx, gradient):
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[2:]
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         with torch.enable_grad():
-            logits = compute_logits(ctx.record, ctx.flce_call)
-        wanted = [leaf for leaf in ctx.flce_call.leaves if leaf is not None and leaf.requires_grad]
+            logits = compute_logits(ctx.record, ctx.head_call)
+        wanted = [leaf for leaf in ctx.head_call.leaves if leaf is not None and leaf.requires_grad]
         gradients = torch.autograd.grad(logits, wanted, gradient)
         by_leaf = dict(zip(map(id, wanted), gradients, strict=True))
-        return [by_leaf.get(id(leaf)) for leaf in ctx.flce_call.leaves]
+        return [by_leaf.get(id(leaf)) for leaf in ctx.head_call.leaves]
     rows, of_x, of_weight, of_bias = gradient.reshape(-1, gradient.shape[-1]), None, None, None
     if wants_x:
         of_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype)
@@ -184,9 +186,9 @@ class LossOfLogits(torch.autograd.Function):
     of LossBackward."""
 
     @staticmethod
-    def forward(ctx, value, replaced_call, path_counts, deferred):
+    def forward(ctx, value, replaced_call, path_counts, proxy):
         ctx.value, ctx.replaced_call, ctx.path_counts = value, replaced_call, path_counts
-        ctx.calls = deferred._flce.calls
+        ctx.head_calls = proxy._flce.head_calls
         result = value[0].detach()
         # So that torch refuses a second backward without its graph.
         ctx.save_for_backward(torch.empty(0))
@@ -197,31 +199,31 @@ class LossOfLogits(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_double_backward()
         _ = ctx.saved_tensors
-        node = ctx.replaced_call.node
-        loss_backward = LossBackward(ctx.value, gradient, ctx.calls, ctx.path_counts)
+        deferred = ctx.replaced_call.deferred
+        loss_backward = LossBackward(ctx.value, gradient, ctx.head_calls, ctx.path_counts)
         compute = functools.partial(ctx.replaced_call.compute_gradient, gradient)
-        summands = Summands(node.call.device, [GradientTerm(loss_backward, compute)])
-        return None, None, None, GradientOfLogits(node.layout(), summands)
+        summands = Summands(deferred.head_call.device, [GradientTerm(loss_backward, compute)])
+        return None, None, None, GradientOfLogits(deferred.layout(), summands)
 
 
 class ReplacedCall:
     """The call of torch's function that flce has computed in its place, to run it after all where
-    somebody reads the gradient: F.cross_entropy(z, labels), with the node of z in place of z.
+    somebody reads the gradient: F.cross_entropy(z, labels), of deferred logits z.
 
-    args, kwargs: with nodes in place of deferred Tensors; node: of the one that has the gradient.
-    Tensors are copied, as the caller may write to them before the gradient is read; of large ones
-    (probabilities) the version has to stay the same.
+    args, kwargs: with DeferredValues in place of deferred Tensors; deferred: that of the one that
+    has the gradient. Other Tensors are copied, as the caller may write to them before the gradient
+    is read; of large ones (probabilities) the version has to stay the same.
     """
 
-    def __init__(self, function, args, kwargs, node):
-        self.function, self.node, self.versions = function, node, []
+    def __init__(self, function, args, kwargs, deferred):
+        self.function, self.deferred, self.versions = function, deferred, []
         self.args, self.kwargs = mapped(self._by_value, (args, kwargs))
 
     def _by_value(self, value):
         if not isinstance(value, torch.Tensor):
             return value
-        if (node := getattr(value, "_flce", None)) is not None:
-            return node
+        if (deferred := getattr(value, "_flce", None)) is not None:
+            return deferred
         if value.dim() <= 2 and not (value.dim() == 2 and value.is_floating_point()):
             return value.detach().clone()
         if not value.is_inference():
@@ -229,7 +231,7 @@ class ReplacedCall:
         return value
 
     def compute_gradient(self, grad_output):
-        """The gradient of the node's values, by torch."""
+        """The gradient of the deferred value, by torch."""
         for value, version in self.versions:
             if value._version != version:
                 raise RuntimeError(
@@ -237,17 +239,17 @@ class ReplacedCall:
                     f"gradient of the logits, got a tensor of shape {tuple(value.shape)} that was "
                     "written to since"
                 )
-        node = self.node
-        node.call.fusion.note_read("the gradient of the logits")
+        deferred = self.deferred
+        deferred.head_call.fusion.note_read("the gradient of the logits")
 
         def real(argument):
-            if argument is node:
+            if argument is deferred:
                 return leaf
-            return argument.recompute() if isinstance(argument, Node) else argument
+            return argument.recompute() if isinstance(argument, DeferredValue) else argument
 
         with torch_private.autograd_in_dispatch(), torch.enable_grad():
             with torch.no_grad():
-                leaf = node.recompute().detach()
+                leaf = deferred.recompute().detach()
             leaf.requires_grad_()
             value = self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
             return torch.autograd.grad(value, leaf, grad_output)[0]

@@ -3,7 +3,7 @@
 Autograd records what is done to it, by itself: it is the output of a `backward.HeadProduct`.
 __torch_function__ hands what `operations` recognises to flce; a recognised step is done by autograd
 too, on Tensors without values. Everything else comes to __torch_dispatch__, whatever way it went,
-and finds real values (node.py lists the functions that compute these).
+and finds real values (values.py lists the functions that compute these).
 
 What __torch_function__ knows of a step, its Record, cannot be an argument of torch's function. So
 `_step_by_torch` sets `_state.step` while that runs, and __torch_dispatch__, which is called by it,
@@ -20,12 +20,12 @@ from torch.compiler import is_compiling
 from .. import torch_private
 from . import steps
 from .backward import HeadProduct, LossOfLogits, ReplacedCall, count_paths
-from .eager import DeferredStep, EagerNode, Layout, Operation
+from .eager import DeferredStep, EagerValue, Layout, Operation
 from .gradient import mark_steps
-from .node import Node, instances_in, mapped, node_of
 from .operations import HANDLERS
 from .reentry import is_gathered
 from .steps import Unknown, require
+from .values import DeferredValue, deferred_value_of, instances_in, mapped
 
 
 class _State(threading.local):
@@ -46,13 +46,13 @@ class DeferredLogits(torch.Tensor):
     """A Tensor with shape, strides, dtype and device of the logits, and no memory."""
 
     @staticmethod
-    def __new__(cls, node):
-        layout = node.layout_of
+    def __new__(cls, deferred):
+        layout = deferred.layout_of
         options = {"strides": layout.strides, "storage_offset": layout.offset}
-        options |= {"dtype": layout.dtype, "device": node.call.device}
-        proxy = torch.Tensor._make_wrapper_subclass(cls, layout.shape, **options)
+        options |= {"dtype": layout.dtype, "device": deferred.head_call.device}
+        proxy = torch_private.make_wrapper_subclass(cls, layout.shape, **options)
         torch_private.forbid_addresses(proxy)
-        proxy._flce = node
+        proxy._flce = deferred
         return proxy
 
     @classmethod
@@ -94,16 +94,16 @@ for _method in (DeferredLogits.__torch_function__, DeferredLogits.__torch_dispat
     torch_private.run_uncompiled(_method.__func__)
 
 
-def deferred_product(call, linear, x):
+def deferred_product(head_call, linear, x):
     """The proxy of the product of an nn.Linear."""
     operands = x, linear.weight, linear.bias
-    call.leaves = _leaves(*operands, call.accumulates or is_gathered(linear))
-    shape, dtype = (*x.shape[:-1], linear.out_features), call.product_dtype(x)
-    source = steps.Source(linear, call.leaves[0], (), call.leaves[1:])
+    head_call.leaves = _leaves(*operands, head_call.accumulates or is_gathered(linear))
+    shape, dtype = (*x.shape[:-1], linear.out_features), head_call.product_dtype(x)
+    source = steps.Source(linear, head_call.leaves[0], (), head_call.leaves[1:])
     record = steps.Record((source,), (), shape, dtype, steps.Rows())
     with torch_private.without_torch_function():
-        node = EagerNode(call, record, Layout.contiguous(shape, dtype))
-        return HeadProduct.apply(DeferredLogits, node, *operands)
+        deferred = EagerValue(head_call, record, Layout.contiguous(shape, dtype))
+        return HeadProduct.apply(DeferredLogits, deferred, *operands)
 
 
 def _leaves(x, weight, bias, keeps_weight):
@@ -136,14 +136,14 @@ _SET_DATA = torch.Tensor.data.__set__
 
 def _recognised(function, args, kwargs):
     """What a handler of `operations` returns, with its graph."""
-    node, operands = node_of(args[0]) if args else None, args
-    if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
+    deferred, operands = deferred_value_of(args[0]) if args else None, args
+    if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         operands = args[::-1]
-        node = node_of(operands[0])
-    require(node is not None and node.record is not None and node.is_pending())
-    handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
+        deferred = deferred_value_of(operands[0])
+    require(deferred is not None and deferred.record is not None and deferred.is_pending())
+    handler, arity = HANDLERS.get((deferred.record.form(), function), (None, None))
     require(handler is not None and (arity is None or (len(args) == arity and not kwargs)))
-    return with_graph(function, args, kwargs, lambda: handler(function, node, operands, kwargs))
+    return with_graph(function, args, kwargs, lambda: handler(function, deferred, operands, kwargs))
 
 
 def _deferred_arguments(args, kwargs):
@@ -191,11 +191,13 @@ def _step_by_torch(function, args, kwargs, step):
     finally:
         _state.step = outer_step
     operands = {tensor._flce: tensor for tensor in _deferred_arguments(args, kwargs)}
-    node = value._flce
-    if node in operands:  # the argument itself, as of flatten(0, -2) of a matrix
+    deferred = value._flce
+    if deferred in operands:  # the argument itself, as of flatten(0, -2) of a matrix
         return value
-    node.record, node.call = step.record, step.call
-    node.calls = tuple(dict.fromkeys(call for operand in step.operands for call in operand.calls))
+    deferred.record, deferred.head_call = step.record, step.head_call
+    deferred.head_calls = tuple(
+        dict.fromkeys(head_call for operand in step.operands for head_call in operand.head_calls)
+    )
     with torch_private.without_torch_function():
         if value.grad_fn is not None:
             mark_steps(value, operands.values())
@@ -308,44 +310,44 @@ def _deferred_result(function, args, kwargs):
     """The result of an operator, as a deferred Tensor."""
     tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
     is_flat = _is_deferred(args[0]) and len(tensors) == 1 and not any(map(_nests_tensors, args))
-    node = (args[0] if is_flat else first_deferred(args, kwargs))._flce
+    deferred = (args[0] if is_flat else first_deferred(args, kwargs))._flce
     if is_flat:
-        operation = Operation(function, (node, *args[1:]), kwargs)
+        operation = Operation(function, (deferred, *args[1:]), kwargs)
     else:
         operation = Operation(function, *mapped(_by_value, (args, kwargs)))
     record = _state.step.record if _state.step else None  # None for a view that nobody recognised
-    layout = _known_layout(function, node, record, tensors, args, kwargs)
+    layout = _known_layout(function, deferred, record, tensors, args, kwargs)
     if layout is not None:
-        parent = node if function is _VIEW else None
-        return DeferredLogits(EagerNode(node.call, None, layout, operation, parent))
+        parent = deferred if function is _VIEW else None
+        return DeferredLogits(EagerValue(deferred.head_call, None, layout, operation, parent))
     meta_args, meta_kwargs = mapped(_layout_of, (operation.args, operation.kwargs))
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     meta_results = function(*meta_args, **meta_kwargs)
-    parent = node if _kind_of(function) == "view" else None
+    parent = deferred if _kind_of(function) == "view" else None
 
     def proxy(meta, index=None):
         indexed = operation._replace(result_index=index)
-        result_node = EagerNode(node.call, None, Layout.of(meta), indexed, parent)
-        result_node.meta = meta
-        return DeferredLogits(result_node)
+        result_value = EagerValue(deferred.head_call, None, Layout.of(meta), indexed, parent)
+        result_value.meta = meta
+        return DeferredLogits(result_value)
 
     if isinstance(meta_results, torch.Tensor):
         return proxy(meta_results)
     return [proxy(meta, i) for i, meta in enumerate(meta_results)]
 
 
-def _known_layout(function, node, record, tensors, args, kwargs):
+def _known_layout(function, deferred, record, tensors, args, kwargs):
     """The Layout of an operator's result, if it follows from the record of the step; else None.
-    node: of the first deferred argument; tensors: the arguments that are Tensors."""
+    deferred: of the first deferred argument; tensors: the arguments that are Tensors."""
     if record is None:
         return None
     is_of_rows = function in _OF_ROWS and _are_contiguous_rows(record, tensors, kwargs)
     if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred, tensors)):
-        dtype = node.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
+        dtype = deferred.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)
-    if function is _VIEW and _is_whole_view(node.layout_of, record, args[1]):
-        return Layout.contiguous(record.shape, node.layout_of.dtype, node.layout_of.offset)
+    if function is _VIEW and _is_whole_view(deferred.layout_of, record, args[1]):
+        return Layout.contiguous(record.shape, deferred.layout_of.dtype, deferred.layout_of.offset)
     return None
 
 
@@ -354,7 +356,7 @@ def _nests_tensors(value):
 
 
 def _layout_of(value):
-    return value.layout() if isinstance(value, Node) else value
+    return value.layout() if isinstance(value, DeferredValue) else value
 
 
 def _by_value(value):

@@ -1,4 +1,4 @@
-"""The nodes of deferred logits in eager calls: the Operation that computes a value, its layout."""
+"""Deferred values of eager calls: the Operation that computes a value, its layout."""
 
 import typing
 
@@ -6,7 +6,7 @@ import torch
 
 from .. import torch_private
 from . import steps
-from .node import Node, mapped
+from .values import DeferredValue, mapped
 
 
 class Memory:
@@ -36,8 +36,8 @@ class Layout(typing.NamedTuple):
 
 
 class Operation(typing.NamedTuple):
-    """function(*args, **kwargs), with nodes in place of deferred Tensors. result_index: which of
-    several results; None for the only one."""
+    """function(*args, **kwargs), with DeferredValues in place of deferred Tensors. result_index:
+    which of several results; None for the only one."""
 
     function: typing.Callable
     args: tuple
@@ -45,25 +45,25 @@ class Operation(typing.NamedTuple):
     result_index: int | None = None
 
     def run(self, value_of):
-        """The result; value_of: gives the value of a node."""
+        """The result; value_of: gives the real one of a DeferredValue."""
 
         def real(argument):
-            return value_of(argument) if isinstance(argument, Node) else argument
+            return value_of(argument) if isinstance(argument, DeferredValue) else argument
 
         result = self.function(*mapped(real, self.args), **mapped(real, self.kwargs))
         return result if self.result_index is None else result[self.result_index]
 
 
-class EagerNode(Node):
-    """The Node of an eager call: one value, with the Operation that computes it, None for a head's
+class EagerValue(DeferredValue):
+    """One of an eager call, with the Operation that computes it, None for a head's
     product. layout_of: the Layout of the real value; meta: a meta tensor of that, if there is one.
-    parent: the node that a view shares its memory with. has_gradient: whether the Tensor requires
-    grad. calls: of the heads that the value comes from."""
+    parent: the value that a view shares its memory with. has_gradient: whether the Tensor requires
+    grad. head_calls: those that the value comes from."""
 
-    def __init__(self, call, record, layout, operation=None, parent=None):
-        super().__init__(call, record, parent)
+    def __init__(self, head_call, record, layout, operation=None, parent=None):
+        super().__init__(head_call, record, parent)
         self.layout_of, self.operation, self.meta = layout, operation, None
-        self.calls, self.has_gradient = (call,), False
+        self.head_calls, self.has_gradient = (head_call,), False
         self.memory = Memory() if parent is None else parent.memory
 
     def layout(self):
@@ -83,10 +83,10 @@ class EagerNode(Node):
         return self.has_gradient and torch.is_grad_enabled()
 
     def then(self, record, view=None):
-        return DeferredStep((self,), record, self.call, view)
+        return DeferredStep((self,), record, self.head_call, view)
 
-    def summed(self, other, call, record):
-        return DeferredStep((self, other), record, call)
+    def summed(self, other, head_call, record):
+        return DeferredStep((self, other), record, head_call)
 
     def is_read_by_autograd(self):
         """Whether a backward asks for what its forward has saved: no user reads logits then."""
@@ -95,11 +95,11 @@ class EagerNode(Node):
     def materialize(self):
         """Views share the memory of their parent's value. Without a graph, which is the proxy's."""
         if self.value is None:
-            with torch.inference_mode(self.call.is_inference), torch.no_grad():
+            with torch.inference_mode(self.head_call.is_inference), torch.no_grad():
                 if self.parent is None:
                     self.value = self._compute(uses_cache=True)
                 else:
-                    self.value = self.operation.run(EagerNode.materialize)
+                    self.value = self.operation.run(EagerValue.materialize)
         return self.value
 
     def recompute(self):
@@ -110,19 +110,19 @@ class EagerNode(Node):
     def _compute(self, uses_cache):
         """By the Record, or by the Operation of a value that has none."""
         if self.record is None:
-            return self.operation.run(EagerNode.recompute)
-        with self.call.entered(False):
+            return self.operation.run(EagerValue.recompute)
+        with self.head_call.entered(False):
             return self.compute_from_head(uses_cache, self.memory)
 
 
 class DeferredStep(typing.NamedTuple):
-    """What a handler returns for a value that stays deferred, by `EagerNode.then` and `summed`.
-    operands: the nodes that it is computed from; view: of one of several results (`split`), the
+    """What a handler returns for a value that stays deferred, by `EagerValue.then` and `summed`.
+    operands: the values that it is computed from; view: of one of several results (`split`), the
     function that gives it as a view of the only argument."""
 
     operands: tuple
     record: steps.Record
-    call: object
+    head_call: object
     view: object = None
 
 

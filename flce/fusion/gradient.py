@@ -20,7 +20,7 @@ import typing
 import torch
 
 from .. import torch_private
-from .node import Node, instances_in, mapped
+from .values import DeferredValue, instances_in, mapped
 
 
 class LossBackward:
@@ -28,14 +28,14 @@ class LossBackward:
     a HeadProduct.backward runs. Of `loss = F.cross_entropy(logits[:, :-1] / 2, labels)`:
 
     value: [the loss, with flce's graph], empty once that is freed. grad_output: of the loss, 1.
-    calls: (the HeadCall of logits,); of several heads for a divergence or an adapter.
+    head_calls: (the HeadCall of logits,); of several heads for a divergence or an adapter.
     path_counts: {node of a HeadProduct: on how many paths autograd leads from the loss to it}; None
     for a single path, as here. Of (p * log_p).sum() {node: 2}: one through each factor.
     leaf_gradients: None; after it has run {id(leaf): gradient} of the leaves of these calls.
     """
 
-    def __init__(self, value, grad_output, calls, path_counts):
-        self.value, self.grad_output, self.calls = value, grad_output, calls
+    def __init__(self, value, grad_output, head_calls, path_counts):
+        self.value, self.grad_output, self.head_calls = value, grad_output, head_calls
         self.path_counts, self.leaf_gradients = path_counts, None
 
     def count_terms_at(self, head_node):
@@ -68,7 +68,7 @@ class GradientOfLogits(torch.Tensor):
     def __new__(cls, like, summands):
         with torch_private.without_torch_function():
             options = {"dtype": like.dtype, "device": summands.device}
-            gradient = torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
+            gradient = torch_private.make_wrapper_subclass(cls, like.shape, **options)
         torch_private.forbid_addresses(gradient)
         gradient.summands = summands
         return gradient
@@ -196,7 +196,7 @@ def is_step(node):
 
 class _LinearOperator(typing.NamedTuple):
     """An operator of a step's backward, linear in the gradients without values among its arguments:
-    aten.div(gradient, 2). args, kwargs: with nodes in place of deferred Tensors."""
+    aten.div(gradient, 2). args, kwargs: with DeferredValues in place of deferred Tensors."""
 
     function: object
     args: tuple
@@ -208,7 +208,7 @@ class _LinearOperator(typing.NamedTuple):
         def real(argument):
             if argument is gradient:
                 return value
-            if isinstance(argument, Node):
+            if isinstance(argument, DeferredValue):
                 return argument.recompute()
             return argument.zeros() if is_gradient(argument) else argument
 
@@ -273,7 +273,7 @@ def _meta_of(function, args, kwargs):
     """The result on the meta device."""
 
     def layout(argument):
-        if isinstance(argument, Node):
+        if isinstance(argument, DeferredValue):
             return argument.layout()
         if isinstance(argument, torch.Tensor):
             with torch_private.without_torch_function():

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self, Unpack
 
-from .. import composite
+from .. import composite, torch_private
 from ..options import FuseOptions, check_names, defaults, show_options
 from ..validate import refuse
 from . import head as heads
@@ -32,15 +32,16 @@ _NOT_CALLED = (
     "flce computed no loss; flce.integrations.trl.install() serves a loss of TRL's trainers; if "
     f"the model multiplies by the weight itself (F.linear), {heads.BY_HAND}"
 )
-_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack", "last_step")
+_NOT_COPIED = ("_model", "linears", "_hooks", "_places", "_label_stack")
+_NOT_COPIED += ("last_optimizer_step",)
 _fusions = weakref.WeakSet()
 
 
 @register_optimizer_step_post_hook
-def _note_step(optimizer, args, kwargs):
+def _note_optimizer_step(optimizer, args, kwargs):
     if not is_compiling():  # a compiled step raises the versions of the weights
         for fusion in list(_fusions):
-            fusion.note_step(optimizer)
+            fusion.note_optimizer_step(optimizer)
 
 
 class Fusion:
@@ -77,7 +78,7 @@ class Fusion:
         self._label_stack = []  # of the models being called now, from the outside in
         # A new object for each step of an optimizer on the heads' weights, compared by identity: a
         # number would be a constant of a compiled graph.
-        self.last_step = object()
+        self.last_optimizer_step = object()
         _fusions.add(self)
 
     def __getstate__(self):
@@ -186,15 +187,15 @@ class Fusion:
         self._note_head(is_on, torch.is_grad_enabled(), is_compiling())
         return is_on
 
-    def note_step(self, optimizer):
+    def note_optimizer_step(self, optimizer):
         """An optimizer has stepped. A fused one does not raise the versions of its parameters."""
         weights = [p for linear in self.linears for p in linear._parameters.values()]
         weights = [p for p in weights if p is not None and (p.requires_grad or p.grad is not None)]
         # Those of ZeRO-3 (ds_id) are copied from what its optimizers step.
-        if _is_stepped(weights, optimizer) or any(hasattr(p, "ds_id") for p in weights):
-            self.last_step = object()
+        if _is_updated_by(weights, optimizer) or any(hasattr(p, "ds_id") for p in weights):
+            self.last_optimizer_step = object()
         model = None if self.losses else self.model
-        if model is not None and _is_stepped(model.parameters(), optimizer):
+        if model is not None and _is_updated_by(model.parameters(), optimizer):
             self.tell_if_unused()
 
     def tell_if_unused(self) -> None:
@@ -295,14 +296,13 @@ class Fusion:
                 stacklevel=3,
             )
 
-    # Set here as torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
     for _function in (_fuse_replacements, _note_call, _note_head, _has_missed_head):
-        _function._dynamo_marked_constant = True
+        torch_private.call_while_tracing(_function)
     for _function in (_count_loss, _count_read, _count_fall_back):
-        _function._dynamo_marked_constant = True
+        torch_private.call_while_tracing(_function)
 
 
-def _is_stepped(parameters, optimizer):
+def _is_updated_by(parameters, optimizer):
     known = {id(p) for p in parameters}
     return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
 

@@ -22,9 +22,9 @@ from torch.compiler import is_compiling
 from .. import torch_private
 from ..validate import function_transforms_are_on, is_dtensor, refuse
 from . import deferred, reentry, replacements, steps, traced
-from .node import HeadCall, Snapshot, TracedNode
 from .reentry import enclosing_of, foreign_hook, fusion_in
 from .sharded import gathering_linears
+from .values import HeadCall, Snapshot, TracedValue
 
 BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is done"
 # An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
@@ -95,19 +95,19 @@ def _deferred(linear, args, kwargs):
     operands = [t for t in (x, weight, bias) if t is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
     device = x.device if weight.is_meta else weight.device
-    call = HeadCall(fusion, device, grad, [Snapshot(linear, x, not is_compiling())])
+    head_call = HeadCall(fusion, device, grad, [Snapshot(linear, x, not is_compiling())])
     if not is_compiling():
-        return deferred.deferred_product(call, linear, x)
+        return deferred.deferred_product(head_call, linear, x)
     shape, sources = (*x.shape[:-1], linear.out_features), (steps.Source(linear, x),)
-    record = steps.Record(sources, (), shape, call.product_dtype(x), steps.Rows())
-    return traced.proxy_of(TracedNode(call, record))
+    record = steps.Record(sources, (), shape, head_call.product_dtype(x), steps.Rows())
+    return traced.proxy_of(TracedValue(head_call, record))
 
 
 def _exports():
     return torch.compiler.is_exporting()
 
 
-_exports._dynamo_marked_constant = True  # torch 2.10 traces is_exporting as True
+torch_private.call_while_tracing(_exports)  # torch 2.10 traces is_exporting as True
 
 
 def _unsupported_call(linear, x):

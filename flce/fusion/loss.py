@@ -9,9 +9,9 @@ from ..distillation import linear_divergence
 from ..functional import linear_cross_entropy
 from ..options import DTYPES, OF_DIVERGENCE, LinearCrossEntropyOutput
 from . import sharded, steps
-from .node import node_of
 from .reentry import inside
 from .steps import require
+from .values import deferred_value_of
 
 # Of the values of save, flce.fuse's "stats" alone applies to a divergence.
 _OF_DIVERGENCE = {*OF_DIVERGENCE} - {"save"}
@@ -38,50 +38,52 @@ def _unsupported(record, fuse_options, has_probabilities=False):
     return None
 
 
-def _computed(node, record, run):
+def _computed(deferred, record, run):
     """run(sources) in the modes of the head's call; None means that real logits are needed."""
-    call = node.call
-    call.check(False)
-    with call.entered(node.wants_gradient()):
+    head_call = deferred.head_call
+    head_call.check(False)
+    with head_call.entered(deferred.wants_gradient()):
         result = inside(record.sources, run)
-    call.loss_is_done = call.loss_is_done or result is None
+    head_call.loss_is_done = head_call.loss_is_done or result is None
     require(result is not None)
     return result
 
 
-def _fused(node, record, target, options, dropped=()):
+def _fused(deferred, record, target, options, dropped=()):
     """linear_cross_entropy of the record's logits, with the options of flce.fuse but those that
     `dropped` names. Unknown, and told, where flce cannot compute it."""
-    call = node.call
-    if options["reduction"] == "none" and call.fusion.options.get("save") == "grads":
+    head_call = deferred.head_call
+    if options["reduction"] == "none" and head_call.fusion.options.get("save") == "grads":
         dropped = (*dropped, "save")
-    fuse_options = {k: value for k, value in call.fusion.options.items() if k not in dropped}
+    fuse_options = {k: value for k, value in head_call.fusion.options.items() if k not in dropped}
 
     def run(sources):
         received, has_probabilities = record.changed(sources=sources), target.is_floating_point()
         if reason := _unsupported(received, fuse_options, has_probabilities):
-            return call.fusion.fall_back(reason)
-        dtype = call.product_dtype(sources[0].x)
+            return head_call.fusion.fall_back(reason)
+        dtype = head_call.product_dtype(sources[0].x)
         cuts_weight = has_probabilities or options.get("weight") is not None
         x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
         is_cut = weight.requires_grad and not weight.is_leaf
         if is_cut and sources[0].parameters()[0].is_leaf and fuse_options.get("accumulate_into"):
-            return call.fusion.fall_back("accumulate_into does not serve a slice of the classes")
+            return head_call.fusion.fall_back(
+                "accumulate_into does not serve a slice of the classes"
+            )
         arguments = {"linear_bias": bias, **derived, **options, **fuse_options}
         result = linear_cross_entropy(sharded.replicated(x, weight), weight, target, **arguments)
-        call.fusion.note_loss(steps.hashable_steps(record))
+        head_call.fusion.note_loss(steps.hashable_steps(record))
         return result
 
-    return _computed(node, record, run)
+    return _computed(deferred, record, run)
 
 
-def cross_entropy(function, node, args, kwargs):
+def cross_entropy(function, deferred, args, kwargs):
     """F.cross_entropy of logits, or F.nll_loss of their log_softmax, (N, V), (V,) or (B, V, T)."""
     arguments = {"reduction": "mean", **dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
-    record, call, is_nll = node.record, node.call, function is F.nll_loss
+    record, head_call, is_nll = deferred.record, deferred.head_call, function is F.nll_loss
     target, weight = arguments["target"], arguments.get("weight")
     for value in (target, weight):
-        is_constant = isinstance(value, torch.Tensor) and node_of(value) is None
+        is_constant = isinstance(value, torch.Tensor) and deferred_value_of(value) is None
         require(value is None or (is_constant and not value.requires_grad))
     require(target is not None and arguments["reduction"] in ("none", "mean", "sum"))
     require(arguments.get("size_average") is None and arguments.get("reduce") is None)
@@ -96,14 +98,14 @@ def cross_entropy(function, node, args, kwargs):
     require(tuple(target.shape) == record.shape[: None if has_probabilities else -1])
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     options = {name: arguments[name] for name in names if name in arguments}
-    loss = _fused(node, record, target, options)
-    call.loss_is_done = True
-    is_cast = record.dtype != torch.float64 and torch.is_autocast_enabled(call.device.type)
+    loss = _fused(deferred, record, target, options)
+    head_call.loss_is_done = True
+    is_cast = record.dtype != torch.float64 and torch.is_autocast_enabled(head_call.device.type)
     loss = loss.to(torch.float32 if is_cast else record.dtype)
     return loss.view(batch, length) if is_second and loss.dim() else loss
 
 
-def statistic(node, record, name, target=None):
+def statistic(deferred, record, name, target=None):
     """A number for each of the record's rows, (...), from what `record.rows` knows or by a call of
     flce. name: one of
 
@@ -118,41 +120,41 @@ def statistic(node, record, name, target=None):
     these under their names, and log_p and class_logits under the target's number: all Records of
     the same rows, of some of them and of pieces of them find them there.
     """
-    call, rows, grad = node.call, record.rows, node.wants_gradient()
+    head_call, rows, grad = deferred.head_call, record.rows, deferred.wants_gradient()
     key = name if target is None else rows.target_number(target)
     known = rows.lookup(key)
     if known is not None and known.requires_grad >= grad:
         return known if grad else known.detach()
     if target is None and rows.is_piece:
-        return rows.select_values(statistic(node, rows.parent_record, name))
-    outputs = _statistics_by_flce(node, record, name, target)
+        return rows.select_values(statistic(deferred, rows.parent_record, name))
+    outputs = _statistics_by_flce(deferred, record, name, target)
     statistics = {field: values for field, values in outputs.items() if values is not None}
     # By name: lse, entropy, predictions. The others are made of the loss, or are class_logits.
     requested = statistics.pop("class_logits", -statistics.pop("loss"))
     if name not in statistics and key is not None:
         statistics[key] = requested
     rows.statistics.update(statistics if grad else {**statistics, **rows.statistics})
-    call.loss_is_done = call.loss_is_done or target is not None
+    head_call.loss_is_done = head_call.loss_is_done or target is not None
     return statistics.get(name, requested)
 
 
-def _statistics_by_flce(node, record, name, target):
+def _statistics_by_flce(deferred, record, name, target):
     """The fields of LinearCrossEntropyOutput by the call of flce for a statistic. The loss is
     -log p of the target, or -mean_log_p, or that of class 0, for which nobody asks."""
     options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
     options["ignore_index"] = -(2**63)  # no class has this index
     dropped = ("z_loss", "valid_bound")
-    is_sampled = name == "log_p" and node.call.fusion.options.get("gradient") == "sampled"
+    is_sampled = name == "log_p" and deferred.head_call.fusion.options.get("gradient") == "sampled"
     if not is_sampled:
         # A softcap's slope is in its gradient: the forward would keep the logits in float32.
-        is_cheap = not (node.wants_gradient() and steps.TANH in steps.kinds(record.steps))
+        is_cheap = not (deferred.wants_gradient() and steps.TANH in steps.kinds(record.steps))
         options |= {"return_lse": True, "return_entropy": is_cheap or name == "entropy"}
         options["return_predictions"] = name == "predictions"
         options["classes"] = target if name == "class_logits" else None
         dropped += ("gradient", "gradient_eps")
     if name != "log_p":
-        target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=node.call.device)
-    outputs = _fused(node, record, target, options, dropped)
+        target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=deferred.head_call.device)
+    outputs = _fused(deferred, record, target, options, dropped)
     outputs = LinearCrossEntropyOutput(outputs) if is_sampled else outputs
     return outputs._asdict()
 
@@ -160,9 +162,10 @@ def _statistics_by_flce(node, record, name, target):
 # ---- KL divergences of two heads ----
 
 
-def kl_elements(node, target, dtype, _):
-    """F.kl_div of two Nodes, for each class: each is computed under the modes of its own call."""
-    is_log, values = target.record.form() == steps.LOG_P, [node.recompute(), target.recompute()]
+def kl_elements(deferred, target, dtype, _):
+    """F.kl_div of two DeferredValues, for each class; each is computed under the modes of the call
+    of its own head."""
+    is_log, values = target.record.form() == steps.LOG_P, [deferred.recompute(), target.recompute()]
     values = [value.to(dtype) for value in values]
     return F.kl_div(*values, reduction="none", log_target=is_log)
 
@@ -178,12 +181,12 @@ def kl_sum(record, reduction):
 
 
 def divergence(student, teacher, name, reduction, target=None, beta=0.5):
-    """flce.linear_divergence of the logits of two Nodes, whatever their forms. target: rows of -100
-    are ignored."""
-    nodes, records, fusion = (
+    """flce.linear_divergence of the logits of two DeferredValues, whatever their forms. target:
+    rows of -100 are ignored."""
+    both, records, fusion = (
         (student, teacher),
         (student.record, teacher.record),
-        student.call.fusion,
+        student.head_call.fusion,
     )
     require(student.is_pending() and teacher.is_pending() and records[0].shape == records[1].shape)
     require(not teacher.wants_gradient())
@@ -198,8 +201,10 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     def run(*sources):
         pairs = zip(records, sources, strict=True)
         received = [record.changed(sources=whole) for record, whole in pairs]
-        pairs = zip(nodes, received, strict=True)
-        dtypes = [node.call.product_dtype(record.sources[0].x) for node, record in pairs]
+        pairs = zip(both, received, strict=True)
+        dtypes = [
+            deferred.head_call.product_dtype(record.sources[0].x) for deferred, record in pairs
+        ]
         reasons = [_unsupported(record, fuse_options) for record in received]
         reasons += ["a divergence of an adapter" for r in received if len(r.sources) > 1]
         reasons += ["teacher and student of other dtypes"] * (dtypes[0] != dtypes[1])
@@ -211,11 +216,11 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
         biases = {"linear_bias": bias, "teacher_bias": bias_t}
         arguments = {"divergence": name, "beta": beta, "target": target, "reduction": reduction}
         loss = linear_divergence(x, weight, x_t, weight_t, **arguments, **biases, **numbers)
-        for node, record in zip(nodes, records, strict=True):
-            node.call.fusion.note_loss(steps.hashable_steps(record))
+        for deferred, record in zip(both, records, strict=True):
+            deferred.head_call.fusion.note_loss(steps.hashable_steps(record))
         return loss
 
-    teacher.call.check(False)
-    student.call.loss_is_done = teacher.call.loss_is_done = True
+    teacher.head_call.check(False)
+    student.head_call.loss_is_done = teacher.head_call.loss_is_done = True
     run_in_teacher = lambda s: inside(teacher.record.sources, lambda t: run(s, t))  # noqa: E731
     return _computed(student, student.record, run_in_teacher)

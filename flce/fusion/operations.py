@@ -1,8 +1,8 @@
 """The table of operations that deferred logits record or answer.
 
-A handler takes (function, node, args, kwargs), args[0] being the deferred value, and returns the
-result, or raises Unknown, by `require`: real logits are computed then. Shapes, dtypes and devices
-of results come from the function itself, of empty tensors.
+A handler takes (function, deferred, args, kwargs), args[0] being a deferred Tensor, and returns
+the result, or raises Unknown, by `require`: real logits are computed then. Shapes, dtypes and
+devices of results come from the function itself, of empty tensors.
 """
 
 import copy
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 from . import loss, steps
-from .node import node_of
 from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
+from .values import deferred_value_of
 
 HANDLERS = {}  # {(form of the Record, function): (handler, number of arguments or None)}
 _ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # forms that have the classes last
@@ -46,10 +46,10 @@ _DIVISIONS = {torch.Tensor.div, torch.div, torch.Tensor.true_divide, torch.true_
 
 @handles("neg negative", 1, _ROWS)
 @handles("mul multiply div true_divide", 2, _ROWS)
-def _scale(function, node, args, kwargs):
-    record, number = node.record, args[1] if len(args) > 1 else -1
-    if (other := node_of(number)) is not None and function not in _DIVISIONS:
-        return _product(node, other)
+def _scale(function, deferred, args, kwargs):
+    record, number = deferred.record, args[1] if len(args) > 1 else -1
+    if (other := deferred_value_of(number)) is not None and function not in _DIVISIONS:
+        return _product(deferred, other)
     # Plain types first: asking an abstract class takes several times as long.
     require(isinstance(number, (int, float, numbers.Real)) and not isinstance(number, bool))
     factor = float(number)
@@ -57,36 +57,36 @@ def _scale(function, node, args, kwargs):
         factor = 1 / factor if factor else math.inf
     require(steps.is_scale(factor, record.tail or record.steps))
     compute = (lambda z: function(z, number)) if len(args) > 1 else function
-    return node.then(record.then(steps.SCALE, factor, compute))
+    return deferred.then(record.then(steps.SCALE, factor, compute))
 
 
-def _product(node, other):
+def _product(deferred, other):
     """p log p or p z, where the gradient goes through both factors or through neither."""
-    left, right = node.record, other.record
+    left, right = deferred.record, other.record
     form = _PRODUCTS.get(frozenset((left.form(), right.form())))
     require(form and left.rows.statistics is right.rows.statistics)
     require(steps.hashable_steps(left) == steps.hashable_steps(right))
-    require(other.is_pending() and node.has_gradient == other.has_gradient)
+    require(other.is_pending() and deferred.has_gradient == other.has_gradient)
     compute = lambda z: steps.apply_steps(left.tail, z) * steps.apply_steps(right.tail, z)  # noqa: E731
     step = steps.Step(form, left.factor() * right.factor(), compute)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    return node.then(left.changed(tail=(step,), dtype=dtype))
+    return deferred.then(left.changed(tail=(step,), dtype=dtype))
 
 
 @handles("tanh", 1)
 @handles("exp", 1, (LOG_P,))
-def _map(function, node, args, kwargs):
+def _map(function, deferred, args, kwargs):
     """The tanh of logits; p of log p."""
-    record, kind = node.record, P if node.record.tail else steps.TANH
+    record, kind = deferred.record, P if deferred.record.tail else steps.TANH
     require(record.factor() == 1 and kind not in steps.kinds(record.steps))
-    return node.then(record.then(kind, 1, function))
+    return deferred.then(record.then(kind, 1, function))
 
 
 @handles("add", 2)
-def _add(function, node, args, kwargs):
-    record, vector = node.record, args[1]
-    if (other := node_of(vector)) is not None:
-        return _sum_of_products(node, other)
+def _add(function, deferred, args, kwargs):
+    record, vector = deferred.record, args[1]
+    if (other := deferred_value_of(vector)) is not None:
+        return _sum_of_products(deferred, other)
     require(isinstance(vector, torch.Tensor) and vector.is_floating_point())
     require(vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1])
     require(vector.dim() <= len(record.shape) and steps.TANH not in steps.kinds(record.steps))
@@ -94,17 +94,21 @@ def _add(function, node, args, kwargs):
     require(is_compiling() or not (vector.requires_grad and torch.is_grad_enabled()))
     dtype = torch.promote_types(record.dtype, vector.dtype)
     vector = vector.flatten().clone()  # the caller may write to it later
-    return node.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
+    return deferred.then(record.then(steps.BIAS, vector, lambda z: z + vector, dtype=dtype))
 
 
-def _sum_of_products(node, other):
-    left, right, left_call, right_call = node.record, other.record, node.call, other.call
+def _sum_of_products(deferred, other):
+    left, right = deferred.record, other.record
+    left_call, right_call = deferred.head_call, other.head_call
     linears = {id(source.linear) for source in (*left.sources, *right.sources)}
     kinds = steps.kinds((*left.steps, *right.steps, *right.tail))
     require(other.is_pending() and left.shape == right.shape and kinds <= {steps.SCALE, steps.CAST})
     require(len(linears) == len(left.sources) + len(right.sources))
     # Both with their gradients, or neither.
-    cut = [operand.call.requires_grad and not operand.has_gradient for operand in (node, other)]
+    cut = [
+        operand.head_call.requires_grad and not operand.has_gradient
+        for operand in (deferred, other)
+    ]
     require(cut[0] == cut[1] and left_call.grad == right_call.grad)
     require(left_call.autocast == right_call.autocast)
     require(torch.float64 not in (left.dtype, right.dtype) or left.dtype == right.dtype)
@@ -115,47 +119,49 @@ def _sum_of_products(node, other):
     ]
     dtype = torch.promote_types(left.dtype, right.dtype)
     # The sum has the gradients of both.
-    call = copy.copy(left_call if left_call.requires_grad else right_call)
-    call.snapshots = left_call.snapshots + right_call.snapshots
+    head_call = copy.copy(left_call if left_call.requires_grad else right_call)
+    head_call.snapshots = left_call.snapshots + right_call.snapshots
     total = steps.Record(tuple(sources), (), left.shape, dtype, steps.Rows())
-    return node.summed(other, call, total)
+    return deferred.summed(other, head_call, total)
 
 
 @handles("to type_as float double half bfloat16", forms=_ROWS)
-def _cast(function, node, args, kwargs):
+def _cast(function, deferred, args, kwargs):
     """Casts of the logits become casts of the loss, which is computed in float32 at least, so
     one to float64 is not deferred. One to the own dtype is the same object, as of real tensors."""
     require(set(kwargs) <= {"dtype", "device", "non_blocking", "copy"} and not kwargs.get("copy"))
     require(not any(a is True for a in args[3:]))  # copy
-    like = [a if node_of(a) is None else a._flce.like() for a in args]
+    like = [a if deferred_value_of(a) is None else a._flce.like() for a in args]
     cast = function(*like, **kwargs)
-    require(cast.device == node.call.device)
-    if (dtype := cast.dtype) == node.record.dtype:
+    require(cast.device == deferred.head_call.device)
+    if (dtype := cast.dtype) == deferred.record.dtype:
         return args[0]
     require(dtype.is_floating_point and dtype != torch.float64)
-    return node.then(node.record.then(steps.CAST, dtype, lambda z: z.to(dtype), dtype=dtype))
+    return deferred.then(
+        deferred.record.then(steps.CAST, dtype, lambda z: z.to(dtype), dtype=dtype)
+    )
 
 
 @handles("contiguous clone detach", 1, _ROWS)
-def _copy(function, node, args, kwargs):
-    if function is torch.Tensor.contiguous and node.layout().is_contiguous():
+def _copy(function, deferred, args, kwargs):
+    if function is torch.Tensor.contiguous and deferred.layout().is_contiguous():
         return args[0]
     if function not in (torch.detach, torch.Tensor.detach):
         # Autograd keeps the values of a softmax: a copy may be written to.
-        copy_record = node.record.then(steps.CAST, node.record.dtype, torch.clone)
-        return node.then(copy_record if node.record.tail else node.record)
+        copy_record = deferred.record.then(steps.CAST, deferred.record.dtype, torch.clone)
+        return deferred.then(copy_record if deferred.record.tail else deferred.record)
     # With when="labels" who detaches logits may keep them, to read them after a step.
-    require(node.call.fusion.when == "always" or not torch.is_grad_enabled())
+    require(deferred.head_call.fusion.when == "always" or not torch.is_grad_enabled())
     with torch.no_grad():
-        return node.then(node.record, torch.Tensor.detach)
+        return deferred.then(deferred.record, torch.Tensor.detach)
 
 
 @handles("view reshape flatten squeeze unsqueeze", forms=_ROWS)
-def _reshape(function, node, args, kwargs):
+def _reshape(function, deferred, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
-    record, old = node.record, node.record.shape
+    record, old = deferred.record, deferred.record.shape
     require(old[-1])  # without classes a shape does not tell where they are
-    layout = node.layout()
+    layout = deferred.layout()
     result = function(layout, *args[1:], **kwargs)
     require(result.dtype == record.dtype)
     shape = tuple(result.shape)
@@ -168,16 +174,18 @@ def _reshape(function, node, args, kwargs):
         require(is_view and not record.tail and len(shape) > 2 and shape[:-2] == old[:-1])
         require(shape[-2] * shape[-1] == old[-1])  # with no rows other shapes would do
         record = record.then(SPLIT, 1, view, shape=shape)
-    return node.then(record, view)
+    return deferred.then(record, view)
 
 
 @handles("transpose swapaxes swapdims permute", forms=(None, LOG_P))
-def _transpose(function, node, args, kwargs):
+def _transpose(function, deferred, args, kwargs):
     """(B, V, T) of (B, T, V), however that is called."""
-    example, shape = torch.empty(2, 3, 5, device="meta"), node.record.shape
+    example, shape = torch.empty(2, 3, 5, device="meta"), deferred.record.shape
     require(len(shape) == 3 and function(example, *args[1:], **kwargs).shape == (2, 5, 3))
     view = lambda z: z.transpose(1, 2)  # noqa: E731
-    return node.then(node.record.then(SECOND, 1, view, shape=(shape[0], shape[2], shape[1])), view)
+    return deferred.then(
+        deferred.record.then(SECOND, 1, view, shape=(shape[0], shape[2], shape[1])), view
+    )
 
 
 def _split_index(index, dims):
@@ -185,7 +193,7 @@ def _split_index(index, dims):
     part of the index is not known or the classes' dimension moves."""
     index, unindexed = index if isinstance(index, tuple) else (index,), dims
     for item in index:
-        if isinstance(item, torch.Tensor) and node_of(item) is None:
+        if isinstance(item, torch.Tensor) and deferred_value_of(item) is None:
             unindexed -= item.dim() if item.dtype in (torch.bool, torch.uint8) else 1
         elif item is not None and item is not Ellipsis:
             require(isinstance(item, slice | numbers.Integral) and not isinstance(item, bool))
@@ -197,9 +205,9 @@ def _split_index(index, dims):
 
 
 @handles("__getitem__", forms=(*_ROWS, SPLIT))
-def _select(function, node, args, kwargs):
+def _select(function, deferred, args, kwargs):
     """Rows, and a range of the classes, or of those of one group."""
-    record, index = node.record, args[1]
+    record, index = deferred.record, args[1]
     rows, classes = _split_index(index, len(record.shape))
     class_range = range(record.shape[-1])[classes]
     if record.form() == SPLIT:
@@ -222,19 +230,19 @@ def _select(function, node, args, kwargs):
         require(class_range.step == 1 and start < stop and not record.tail)
         shape, compute = (*record.shape[:-1], len(class_range)), lambda z: z[..., start:stop]
         record = record.then(steps.CLASSES, (start, stop), compute, shape=shape)
-    return node.then(record, None if tensors else lambda z: z[index])
+    return deferred.then(record, None if tensors else lambda z: z[index])
 
 
 @handles("split chunk unbind __iter__", forms=_ROWS)
-def _pieces_of_first_dimension(function, node, args, kwargs):
-    record, at = node.record, 2 if function.__name__ in ("split", "chunk") else 1
+def _pieces_of_first_dimension(function, deferred, args, kwargs):
+    record, at = deferred.record, 2 if function.__name__ in ("split", "chunk") else 1
     require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))
     stop, pieces = 0, []
-    for piece in function(node.layout(), *args[1:], **kwargs):
+    for piece in function(deferred.layout(), *args[1:], **kwargs):
         is_row = piece.dim() < len(record.shape)
         first, stop = stop, stop + (1 if is_row else len(piece))
         select = operator.itemgetter(first if is_row else slice(first, stop))
-        pieces.append(node.then(record.of_rows(select, is_piece=True), select))
+        pieces.append(deferred.then(record.of_rows(select, is_piece=True), select))
     return tuple(pieces)
 
 
@@ -246,20 +254,22 @@ _OF_KL_DIV = tuple(inspect.signature(F.kl_div).parameters)
 _KEYWORDS = {"input", "dim", "axis", "keepdim", "dtype", "index", "indices", "_stacklevel"}
 
 
-def _over_classes(node, names, args, kwargs):
+def _over_classes(deferred, names, args, kwargs):
     """{name: argument} of a function that acts on the classes alone."""
     arguments = {**dict(zip(names.split(), args, strict=False)), **kwargs}
     require(len(args) <= len(names.split()) and set(arguments) <= _KEYWORDS)
     dim = arguments.get("dim", arguments.get("axis"))
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    require(type(dim) is int and dim in (-1, len(node.record.shape) - 1))
+    require(type(dim) is int and dim in (-1, len(deferred.record.shape) - 1))
     return arguments
 
 
-def _dtype_by(function, node, arguments):
+def _dtype_by(function, deferred, arguments):
     """The dtype of a result, by autocast or as the argument says."""
-    dtype = function(node.like(), 0, **{k: v for k, v in arguments.items() if k == "dtype"}).dtype
-    require(dtype.is_floating_point and (dtype != torch.float64 or dtype == node.record.dtype))
+    dtype = function(
+        deferred.like(), 0, **{k: v for k, v in arguments.items() if k == "dtype"}
+    ).dtype
+    require(dtype.is_floating_point and (dtype != torch.float64 or dtype == deferred.record.dtype))
     return dtype
 
 
@@ -270,26 +280,26 @@ def _result(record, values, dtype, keepdim):
 
 
 @handles("log_softmax softmax", forms=(None, LOG_P))
-def _softmax(function, node, args, kwargs):
-    dtype = _dtype_by(function, node, _over_classes(node, "input dim", args, kwargs))
-    require(node.record.factor() == 1)
+def _softmax(function, deferred, args, kwargs):
+    dtype = _dtype_by(function, deferred, _over_classes(deferred, "input dim", args, kwargs))
+    require(deferred.record.factor() == 1)
     is_log = function.__name__ == "log_softmax"
     form, torch_function = (LOG_P, torch.log_softmax) if is_log else (P, torch.softmax)
     compute = lambda z: torch_function(z, -1, dtype=dtype)  # noqa: E731
-    return node.then(node.record.then(form, 1, compute, dtype=dtype))
+    return deferred.then(deferred.record.then(form, 1, compute, dtype=dtype))
 
 
 @handles("logsumexp")
 @handles("mean", forms=(None, KL))
 @handles("sum", forms=(LOG_P, P_LOG_P, P_Z, KL))
-def _reduced(function, node, args, kwargs):
+def _reduced(function, deferred, args, kwargs):
     """A sum over p log p is the entropy times -1, and one over p z logsumexp - entropy."""
-    name, record, form = function.__name__, node.record, node.record.form()
+    name, record, form = function.__name__, deferred.record, deferred.record.form()
     if is_of_all := len(args) == 1 and not kwargs and (name == "mean" or form == KL):
         args = (*args, -1)
-    arguments = _over_classes(node, "input dim keepdim", args, kwargs)
-    dtype = _dtype_by(function, node, arguments)
-    statistic = functools.partial(loss.statistic, node, record)
+    arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
+    dtype = _dtype_by(function, deferred, arguments)
+    statistic = functools.partial(loss.statistic, deferred, record)
     if form == KL:
         values = loss.kl_sum(record, "sum" if is_of_all else "none")
         count = math.prod(record.shape if is_of_all else record.shape[-1:])
@@ -307,48 +317,49 @@ def _reduced(function, node, args, kwargs):
 
 
 @handles("kl_div", forms=(LOG_P,))
-def _kl_div(function, node, args, kwargs):
+def _kl_div(function, deferred, args, kwargs):
     arguments = {"reduction": "mean", "log_target": False}
     arguments |= {**dict(zip(_OF_KL_DIV, args, strict=False)), **kwargs}
-    target, record, reduction = node_of(arguments["target"]), node.record, arguments["reduction"]
+    target, record = deferred_value_of(arguments["target"]), deferred.record
+    reduction = arguments["reduction"]
     require(target is not None and target.is_pending())
     require(arguments.get("size_average") is arguments.get("reduce") is None)
     require(target.record.form() == (LOG_P if arguments["log_target"] else P))
     require(record.factor() == target.record.factor() == 1)
-    dtype = F.kl_div(node.like(), target.like(), reduction="none").dtype
-    compute = functools.partial(loss.kl_elements, node, target, dtype)
+    dtype = F.kl_div(deferred.like(), target.like(), reduction="none").dtype
+    compute = functools.partial(loss.kl_elements, deferred, target, dtype)
     record = record.then(KL, 1, compute, dtype=dtype)
     if reduction == "none":
-        return (target if target.wants_gradient() else node).then(record)
+        return (target if target.wants_gradient() else deferred).then(record)
     count = {"mean": math.prod(record.shape), "batchmean": record.shape[0], "sum": 1}
     require(reduction in count)
     return (loss.kl_sum(record, "sum") / count[reduction]).to(dtype)
 
 
 @handles("argmax")
-def _argmax(function, node, args, kwargs):
+def _argmax(function, deferred, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
-    arguments = _over_classes(node, "input dim keepdim", args, kwargs)
-    require(node.call.fusion.when == "always" and node.call.loss_is_done)
-    node.call.check(True)
+    arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
+    require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_done)
+    deferred.head_call.check(True)
     with torch.no_grad():
-        values = loss.statistic(node, node.record, "predictions")
-    return _result(node.record, values, torch.int64, arguments.get("keepdim"))
+        values = loss.statistic(deferred, deferred.record, "predictions")
+    return _result(deferred.record, values, torch.int64, arguments.get("keepdim"))
 
 
 @handles("gather take_along_dim", forms=(None, LOG_P, P))
-def _gather(function, node, args, kwargs):
+def _gather(function, deferred, args, kwargs):
     """z, log p or p of K classes of each row."""
-    record, is_gather = node.record, function.__name__ == "gather"
+    record, is_gather = deferred.record, function.__name__ == "gather"
     names = "input dim index" if is_gather else "input index dim"
-    arguments, form = _over_classes(node, names, args, kwargs), record.form()
+    arguments, form = _over_classes(deferred, names, args, kwargs), record.form()
     index = arguments.get("index", arguments.get("indices"))
-    require(isinstance(index, torch.Tensor) and node_of(index) is None)
+    require(isinstance(index, torch.Tensor) and deferred_value_of(index) is None)
     require(index.dtype == torch.int64 and index.dim() == len(record.shape))
     require(tuple(index.shape[:-1]) == record.shape[:-1] and index.shape[-1])
     if not is_gather:  # which takes classes counted from the end
         index = torch.where(index < 0, index + record.shape[-1], index)
-    statistic = functools.partial(loss.statistic, node, record)
+    statistic = functools.partial(loss.statistic, deferred, record)
     if index.shape[-1] == 1:
         values = statistic("log_p", index.squeeze(-1)).unsqueeze(-1)
         values = values + statistic("lse").unsqueeze(-1) if form is None else values

@@ -4,9 +4,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .. import torch_private
-from .node import TracedNode, node_of
 from .operations import HANDLERS
 from .steps import Unknown, require
+from .values import TracedValue, deferred_value_of
 
 
 def _functions(names):
@@ -37,13 +37,15 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
     if _is_asked_by_compiler():
         with torch_private.without_torch_function():
             return function(*args, **kwargs)
-    operands, node = args, node_of(args[0]) if args else None
-    if node is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
+    operands, deferred = args, deferred_value_of(args[0]) if args else None
+    if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         operands = args[::-1]
-        node = node_of(operands[0])
-    if node is not None and node.is_pending():
+        deferred = deferred_value_of(operands[0])
+    if deferred is not None and deferred.is_pending():
         try:
-            return _proxies(function, _answered_without_logits(function, node, operands, kwargs))
+            return _proxies(
+                function, _answered_without_logits(function, deferred, operands, kwargs)
+            )
         except Unknown:
             pass
     return function(*_materialized(args, function), **_materialized(kwargs, function))
@@ -51,10 +53,10 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
 
 def _proxies(function, result):
     """What a handler returns, with proxies for its Nodes."""
-    if isinstance(result, TracedNode):
+    if isinstance(result, TracedValue):
         return proxy_of(result)
-    if isinstance(result, tuple) and result and isinstance(result[0], TracedNode):
-        proxies = tuple([proxy_of(node) for node in result])
+    if isinstance(result, tuple) and result and isinstance(result[0], TracedValue):
+        proxies = tuple([proxy_of(deferred) for deferred in result])
         return iter(proxies) if function is torch.Tensor.__iter__ else proxies
     return result
 
@@ -71,21 +73,21 @@ def _is_asked_by_compiler():
     return not is_dynamo_compiling() and torch_private.is_faking()
 
 
-def _answered_without_logits(function, node, args, kwargs):
-    handler, arity = HANDLERS.get((node.record.form(), function), (None, None))
+def _answered_without_logits(function, deferred, args, kwargs):
+    handler, arity = HANDLERS.get((deferred.record.form(), function), (None, None))
     if handler is not None:
         require(arity is None or (len(args) == arity and not kwargs))
-        return handler(function, node, args, kwargs)
+        return handler(function, deferred, args, kwargs)
     if function in _OF_LAYOUT or function in _OF_LIKE:
-        like = node.layout() if function in _OF_LAYOUT else node.like()
+        like = deferred.layout() if function in _OF_LAYOUT else deferred.like()
         return function(like, *args[1:], **kwargs)
     if function == _REQUIRES_GRAD:
         # In the forward of a custom autograd Function, which saves what its backward needs.
-        return node.call.requires_grad and not torch.is_grad_enabled()
+        return deferred.head_call.requires_grad and not torch.is_grad_enabled()
     if function in _ANSWERED:
         with torch_private.without_torch_function():
             return function(*args, **kwargs)
-    if function in _HOOKS and node.call.loss_is_done:
+    if function in _HOOKS and deferred.head_call.loss_is_done:
         raise RuntimeError(
             f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
             "from, got logits whose loss was computed without them"
@@ -95,9 +97,9 @@ def _answered_without_logits(function, node, args, kwargs):
 
 def _materialized(value, function):
     """`value` with real Tensors for all that is deferred in it: in lists, tuples, dicts."""
-    node = node_of(value)
-    if node is not None:
-        return node.materialize_for(function)
+    deferred = deferred_value_of(value)
+    if deferred is not None:
+        return deferred.materialize_for(function)
     if isinstance(value, dict):
         return {name: _materialized(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
@@ -112,8 +114,8 @@ class TracedLogits(torch.Tensor):
     __torch_function__ = classmethod(_dispatch)
 
 
-def proxy_of(node):
-    """What the caller holds for a Node."""
-    proxy = torch.empty_like(node.layout()).as_subclass(TracedLogits)
-    proxy._flce = node
+def proxy_of(deferred):
+    """What the caller holds for a DeferredValue."""
+    proxy = torch.empty_like(deferred.layout()).as_subclass(TracedLogits)
+    proxy._flce = deferred
     return proxy

@@ -7,6 +7,7 @@ import sys
 
 from typing_extensions import Self
 
+from flce import torch_private
 from flce.validate import refuse
 
 _calls = collections.defaultdict(collections.Counter)
@@ -18,8 +19,8 @@ def is_ours(package, serves=True):
     return serves
 
 
-# Called, not traced, by torch.compile, which would compile again for each value of the count.
-is_ours._dynamo_marked_constant = True
+# Traced, it would be compiled again for each value of the count.
+torch_private.call_while_tracing(is_ours)
 
 
 def parameters_of(function):

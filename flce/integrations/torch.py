@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import flce
 from flce.options import Reduction
+from flce.torch_private import WeightedLoss
 from flce.validate import refuse
 
 _MODULE_OPTIONS = ("reduction", "weight", "ignore_index", "label_smoothing", "options")
@@ -62,7 +63,7 @@ def linear_cross_entropy(
     )
 
 
-class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):  # type: ignore[misc]
+class LinearCrossEntropyLoss(WeightedLoss):  # type: ignore[misc]
     """A replacement for torch.nn.LinearCrossEntropyLoss: same constructor, state_dict and call.
 
     Args: in_features is H, num_classes C, out_features must be (); bias, device and dtype are those

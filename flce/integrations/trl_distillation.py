@@ -5,8 +5,8 @@ import functools
 
 from flce.fusion.deferred import with_graph
 from flce.fusion.loss import divergence
-from flce.fusion.node import node_of
 from flce.fusion.steps import Unknown
+from flce.fusion.values import deferred_value_of
 
 from ._rebind import Installation, is_ours, parameters_of
 
@@ -42,7 +42,7 @@ def _generalized_jsd_loss(
 ):
     """TRL's, whose beta is flce's: 0 is the forward KL, 1 the reverse one."""
     scaled = [logits / temperature for logits in (student_logits, teacher_logits)]
-    both = [node_of(logits) for logits in scaled]
+    both = [deferred_value_of(logits) for logits in scaled]
     num_items, total = others.get("num_items_in_batch"), None
     asks_more = any(value for name, value in others.items() if name != "num_items_in_batch")
     if None not in both and reduction in ("batchmean", "sum") and not asks_more:

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from flce.fusion.node import node_of
+from flce.fusion.values import deferred_value_of
 from flce.validate import check_shape
 
 from ._rebind import Installation, is_ours, same_parameters
@@ -32,7 +32,7 @@ def _forward_kl_topk(
     from verl.trainer.distillation.fsdp import losses
 
     teacher = teacher_topk_log_probs, teacher_topk_ids
-    if not is_ours("verl_distillation", node_of(student_logits) is not None):
+    if not is_ours("verl_distillation", deferred_value_of(student_logits) is not None):
         return original(student_logits, *teacher, config, data_format)
     teacher = [tensor.values().unsqueeze(0) for tensor in teacher]
     if losses.get_ulysses_sequence_parallel_world_size() > 1:

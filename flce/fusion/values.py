@@ -1,21 +1,22 @@
 """Deferred values computed from a head's output, and how the real ones are computed.
 
-From the caller's side to the head's product, each by means of the next:
+From the caller's side to the head's product, each by means of the next, first those of a
+DeferredValue:
 
-    Node.materialize_for(function)  __torch_function__ and __torch_dispatch__, for a function that
+    materialize_for(function)       __torch_function__ and __torch_dispatch__, for a function that
                                     is not deferred: counts and tells that, then materialize()
-    Node.materialize()              the value that the caller sees: computed once and kept, so that
+    materialize()                   the value that the caller sees: computed once and kept, so that
                                     what is written to it stays
-    Node.recompute()                the value as it was before such writes, not kept: for gradients
+    recompute()                     the value as it was before such writes, not kept: for gradients
                                     and divergences, which must not see the writes
-    Node.compute_from_head()        what both call for a value with a Record: the steps of the
+    compute_from_head()             what both call for a value with a Record: the steps of the
                                     Record on its logits, cached ones if that is allowed
-    compute_logits(record, call)    the real logits of a Record, where the weight is whole, without
+    compute_logits(record, ...)     the real logits of a Record, where the weight is whole, without
                                     a cache; also for the backward of a weight of another class
     DeferringMixin.linear_forward   (head.py) the forward of nn.Linear, inside the Module's hooks
 
-An EagerNode (eager.py) has no graph, as autograd has recorded the deferred Tensor: it computes
-without gradients. The values of a TracedNode have a graph of their own.
+An EagerValue (eager.py) has no graph, as autograd has recorded the deferred Tensor: it computes
+without gradients. The values of a TracedValue have a graph of their own.
 """
 
 import contextlib
@@ -52,14 +53,14 @@ def instances_in(kind, tree):
 
 class Snapshot:
     """A head's hidden states, weight and bias at its call. Three things tell that they changed:
-    the Fusion's last_step, as steps of fused optimizers do not raise `_version`; `_version`, which
+    the Fusion's last_optimizer_step, as fused optimizers do not raise `_version`; `_version`, which
     torch.compile does not trace and inference tensors do not have; a sample of the elements.
     holds: the logits are of these Tensors, whatever the nn.Linear has later."""
 
     def __init__(self, linear, x, holds):
         self.fusion, self.linear, self.holds = linear._flce_fusion, linear, holds
-        self.last_step, named = self.fusion.last_step, {"hidden states": x}
-        # Hooks may gather the weight, which changes it: then only the last_step is compared.
+        self.last_optimizer_step, named = self.fusion.last_optimizer_step, {"hidden states": x}
+        # Hooks may gather the weight, which changes it: then optimizer steps alone are compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
             named |= {"weight": linear.weight, "bias": linear.bias}
         self.tensors = []  # (name, tensor, version or None, sample or None)
@@ -72,7 +73,7 @@ class Snapshot:
 
     def change(self, compares):
         """What has changed, in words, or None. compares: the samples too: waits for the device."""
-        if self.fusion.last_step is not self.last_step:
+        if self.fusion.last_optimizer_step is not self.last_optimizer_step:
             return "an optimizer that has stepped since"
         for name, tensor, version, sample in self.tensors:
             is_held = self.holds or name == "hidden states"
@@ -153,23 +154,23 @@ class HeadCall:
         """The call of a value that is computed now: without a gradient where gradients are off."""
         if torch.is_grad_enabled() or not self.grad:
             return self
-        call = copy.copy(self)
-        call.grad = call.requires_grad = False
-        return call
+        head_call = copy.copy(self)
+        head_call.grad = head_call.requires_grad = False
+        return head_call
 
 
-class Node:
-    """One deferred value. record: how it is computed from a head's products. parent: the Node whose
+class DeferredValue:
+    """One deferred value. record: how it is computed from a head's products. parent: the one whose
     memory it shares, as a view of it; without one it has memory of its own. value: the real tensor,
     once there is one. Subclasses have `materialize` and `recompute`, as above."""
 
-    def __init__(self, call, record, parent=None):
-        self.call, self.record, self.parent, self.value = call, record, parent, None
+    def __init__(self, head_call, record, parent=None):
+        self.head_call, self.record, self.parent, self.value = head_call, record, parent, None
 
     def like(self, device=None, shape=0):
         """An empty tensor of the value's dtype, and of its device."""
         dtype = self.layout().dtype if self.record is None else self.record.dtype
-        return torch.empty(shape, dtype=dtype, device=device or self.call.device)
+        return torch.empty(shape, dtype=dtype, device=device or self.head_call.device)
 
     def is_pending(self):
         """Whether neither this value nor one that it is a view of is real yet."""
@@ -178,10 +179,10 @@ class Node:
     def note_materialized(self, name):
         """Real logits are computed for an operation that is not deferred: a warning, or an error
         if strict, unless they were wanted in addition to a loss or without a gradient."""
-        if self.call.loss_is_done or not self.call.grad:
-            self.call.fusion.note_read(name)
+        if self.head_call.loss_is_done or not self.head_call.grad:
+            self.head_call.fusion.note_read(name)
         else:
-            self.call.fusion.fall_back(f"{name} is not deferred")
+            self.head_call.fusion.fall_back(f"{name} is not deferred")
 
     def materialize_for(self, function):
         """The real value, because `function` is not deferred."""
@@ -192,26 +193,26 @@ class Node:
     def compute_from_head(self, uses_cache=False, memory=None):
         """The real value: the Record's steps on its logits. uses_cache: on real logits that exist
         already, if they do. memory: the Memory of this value, kept with new logits."""
-        call, record = self.call, self.record
+        head_call, record = self.head_call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
-        call.check(call.loss_is_done or not call.requires_grad)
-        if record.form() == steps.KL:  # of two Nodes
+        head_call.check(head_call.loss_is_done or not head_call.requires_grad)
+        if record.form() == steps.KL:  # of two values
             return steps.apply_steps(record.tail[-1:], None)
         rows = record.rows
-        logits = rows.cached_logits(record.steps, call.requires_grad) if uses_cache else None
+        logits = rows.cached_logits(record.steps, head_call.requires_grad) if uses_cache else None
         if logits is not None:
             return steps.apply_steps(record.tail, logits) if record.tail else logits.clone()
-        logits = compute_logits(record, call)
+        logits = compute_logits(record, head_call)
         rows.logits_cache = None if is_compiling() else (record.steps, logits, memory)
         return steps.apply_steps(record.tail, logits)
 
 
-class TracedNode(Node):
-    """A Node of a graph, and of what a graph has returned: its real values have a graph of their
+class TracedValue(DeferredValue):
+    """A value of a graph, and of what a graph has returned: its real values have a graph of their
     own. view: it is view(the parent's value)."""
 
-    def __init__(self, call, record, parent=None, view=None):
-        super().__init__(call, record, parent)
+    def __init__(self, head_call, record, parent=None, view=None):
+        super().__init__(head_call, record, parent)
         self.view = view
 
     def layout(self):
@@ -220,18 +221,18 @@ class TracedNode(Node):
             return self.view(self.parent.layout())
         return torch.empty(self.record.shape, dtype=self.record.dtype, device="meta")
 
-    has_gradient = property(lambda self: self.call.requires_grad)
+    has_gradient = property(lambda self: self.head_call.requires_grad)
 
     def wants_gradient(self):
-        return self.call.requires_grad and torch.is_grad_enabled()
+        return self.head_call.requires_grad and torch.is_grad_enabled()
 
     def then(self, record, view=None):
-        """The Node of a value computed from this one: a view of it, or with memory of its own."""
-        return TracedNode(self.call.now(), record, None if view is None else self, view)
+        """That of a value computed from this one: a view of it, or with memory of its own."""
+        return TracedValue(self.head_call.now(), record, None if view is None else self, view)
 
-    def summed(self, other, call, record):
+    def summed(self, other, head_call, record):
         """That of a product of more sources."""
-        return TracedNode(call.now(), record)
+        return TracedValue(head_call.now(), record)
 
     def is_read_by_autograd(self):
         """No: its values have a graph, so autograd saves real ones."""
@@ -241,7 +242,7 @@ class TracedNode(Node):
         """Under the modes of the head's call: what a reader under no_grad computes must have a
         gradient for later readers."""
         if self.value is None:
-            with self.call.entered(self.call.grad):
+            with self.head_call.entered(self.head_call.grad):
                 if self.parent is None:
                     self.value = self.compute_from_head(uses_cache=True)
                 else:
@@ -249,13 +250,13 @@ class TracedNode(Node):
         return self.value
 
     def recompute(self):
-        with self.call.entered(self.call.grad):
+        with self.head_call.entered(self.head_call.grad):
             return self.compute_from_head()
 
 
-def compute_logits(record, call):
+def compute_logits(record, head_call):
     """The real logits of a Record. Of heads that are not fused any more, too."""
-    dtype = None if is_compiling() else call.autocast
+    dtype = None if is_compiling() else head_call.autocast
     return inside(record.sources, functools.partial(_logits_of_sources, record.steps, dtype))
 
 
@@ -275,8 +276,8 @@ def _product(source, dtype):
     return F.linear(x, weight, bias)
 
 
-def node_of(value):
-    """The Node of deferred logits; None for everything else."""
+def deferred_value_of(value):
+    """The DeferredValue of deferred logits; None for everything else."""
     return getattr(value, "_flce", None)
 
 
