@@ -32,22 +32,23 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
   enum { COLUMNS = 192 };
   double wave = (double)(facts->multiprocessors * TILE_ROWS * COLUMNS);
   double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->vocab;
-  return (elements + 0.5 * wave) * (double)problem->hidden;
+  return (elements + 0.5 * wave) * (double)loop->hidden;
 }
 
 /* dX's GEMM of `rows` rows with its best tile shape and number of splits. Split-K keeps a float32
  * partial result for each split in the GEMM's workspace. */
-static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
+static double dx_effort(const flce_problem* problem, const flce_facts* facts,
+                        const chunk_loop* loop, int64_t rows) {
   enum { MOST_SPLITS = 3 };
   static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
                                      {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
   double best = INFINITY;
   for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
     const gemm_tile* tile = &kTiles[i];
-    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(problem->hidden, tile->columns);
+    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(loop->hidden, tile->columns);
     double size = tile->effort * (double)(tile->rows * tile->columns);
     for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
-      int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
+      int64_t partials = splits * rows * loop->hidden * flce_size_of(FLCE_F32);
       if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
       int64_t waves = ceil_div(tiles * splits, facts->multiprocessors);
       best = fmin(best, (double)waves * size / (double)splits);
@@ -61,9 +62,9 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
  * where dW is large: 4096 x 16384 x 128256 took 1.6 % longer in two chunks than in one and 4 %
  * longer in four (benchmarks/NOTES.md, 2026-11-23). */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
-  double elements = (double)problem->vocab * (double)problem->hidden;
+  double elements = (double)problem->vocab * (double)loop->hidden;
   double products = elements * (double)rows;
-  double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
+  double moves = elements * 2.0 * (double)flce_size_of(loop->accum_dtype) * kAddsPerByte;
   double hidden = 0.58 * products / moves - 0.2;
   double exposed = loop->overlaps_dw ? 1.0 - fmin(fmax(hidden, 0.0), 0.88) : 1.0;
   return products + exposed * moves;
@@ -74,7 +75,7 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
   enum { FAST_ELEMENTS = 8 }; /* 16-bit: cuBLASLt's fast kernels need multiples of 16 bytes */
   double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
-  if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
+  if (loop->makes_dx) effort += dx_effort(problem, facts, loop, rows);
   if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
   return effort;
 }
@@ -101,7 +102,7 @@ static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* fac
                               const chunk_loop* loop, int64_t tile, int64_t fewest) {
   const double kTolerance = 1.01, kStopAbove = 1.1;
   const int64_t kMostOfFewest = 2;
-  bool saves = problem->saves_memory;
+  bool saves = loop->saves_memory;
   int64_t rows[MAX_TRIED];
   double effort[MAX_TRIED], least = INFINITY;
   int tried = 0;
@@ -135,32 +136,31 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
 /* The most rows of a chunk. Where the rows' other scratch takes more than their logits, as with few
  * classes and a large H, a tile whose logits fit max_memory fits. */
 static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* loop, int64_t* fit) {
-  int64_t of_logits = problem->max_memory / max64(loop->logits_bytes, 1);
-  int64_t of_all = problem->max_memory / max64(loop->row_bytes, 1);
+  int64_t of_logits = loop->max_memory / max64(loop->logits_bytes, 1);
+  int64_t of_all = loop->max_memory / max64(loop->row_bytes, 1);
   /* A row of equal shares fits: a rank with more classes must not refuse what the others run. A
    * rank without a class has no logits. */
   if (of_logits < 1 && problem->chunk_rows == 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
-                     (long long)loop->logits_bytes, (long long)problem->max_memory);
+                     (long long)loop->logits_bytes, (long long)loop->max_memory);
   *fit = min64(max64(of_all, min64(max64(of_logits, 1), TILE_ROWS)), loop->max_rows);
   return FLCE_OK;
 }
 
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
-                              const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
-                              int64_t* chunks) {
+                              const chunk_loop* loop, int64_t* chunk_rows, int64_t* chunks) {
   *chunk_rows = *chunks = 0;
   if (problem->rows == 0) return FLCE_OK;
   int64_t fit = 0;
   FLCE_TRY(fitting_rows(problem, loop, &fit));
   int64_t tile = tile_of(loop, fit);
   int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);
-  bool modelled = facts->multiprocessors > 0 && flce_size_of(dtype) == 2 && tile >= TILE_ROWS &&
-                  (loop->makes_dx || problem->saves_memory);
+  bool modelled = facts->multiprocessors > 0 && flce_size_of(loop->dtype) == 2 &&
+                  tile >= TILE_ROWS && (loop->makes_dx || loop->saves_memory);
   *chunk_rows = problem->rows;
   *chunks = 1;
-  if (fewest == 1 && !(modelled && problem->saves_memory)) return FLCE_OK;
+  if (fewest == 1 && !(modelled && loop->saves_memory)) return FLCE_OK;
   *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
                          : equal_chunks(problem, fewest, tile);
   *chunks = ceil_div(problem->rows, *chunk_rows);

@@ -18,8 +18,9 @@
  * A step is a function of steps.h or, for the gradient GEMMs, of gradients.h, for samples of
  * samples.h, for the teacher of teacher.h, for a vocabulary that ranks share of shards.h: without
  * ranks those do nothing, or what the backend's function does. Steps know from the plan whether
- * kernels are fused, where the bias is added and which buffers there are. Form, dtypes, sizes and
- * buffers are decided in plan.c; the arithmetic is the backend's (backend.h). */
+ * kernels are fused, where the bias is added and which buffers there are. Form, dtypes and sizes
+ * are decided in plan.c, and buffers.c has the table of buffers; the arithmetic is the backend's
+ * (backend.h). */
 #include "core/gradients.h"
 #include "core/plan_rules.h"
 #include "core/samples.h"

@@ -1,4 +1,4 @@
-/* What plan.c, plan_counts.c and the files that execute the plan have to agree on. */
+/* What plan.c, buffers.c, plan_counts.c and the files that execute the plan have to agree on. */
 #ifndef FLCE_PLAN_RULES_H
 #define FLCE_PLAN_RULES_H
 
@@ -16,6 +16,16 @@ static inline bool only_statistics(const flce_plan* plan) {
 /* True if gradients are sums over lists, not GEMMs. */
 static inline bool draws_samples(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_SAMPLES || plan->draws;
+}
+/* True if a chunk's rows of x are copied before the logits GEMM reads them. */
+static inline bool copies_logits_input(const flce_plan* plan) {
+  return plan->gathers || plan->input_pitch != plan->hidden;
+}
+/* True if the B operand of dW's GEMM is a copy of x: scaled, gathered, with zeros in ignored rows,
+ * or aligned. */
+static inline bool copies_weight_input(const flce_problem* problem, const flce_plan* plan) {
+  return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has_probabilities ||
+         problem->unaligned || plan->dw_fp16_shift != 0;
 }
 /* Whether the ranks' partial dX is exchanged and summed. */
 static inline bool sums_input(const flce_problem* problem) {

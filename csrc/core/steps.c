@@ -79,9 +79,7 @@ chunk flce_all_rows(const execution* e) {
 /* The buffer for a chunk's rows of x, if they have to be copied for the logits GEMM because they
  * are gathered or need another leading dimension; else NULL. */
 static void* input_copy(const execution* e, flce_buffer_id id) {
-  const flce_plan* plan = e->plan;
-  bool copies = plan->gathers || plan->input_pitch != plan->hidden;
-  return copies ? buffer_ptr(e, id) : NULL;
+  return copies_logits_input(e->plan) ? buffer_ptr(e, id) : NULL;
 }
 
 static chunk_matrix logits_in(const execution* e, void* data) {
