@@ -15,12 +15,16 @@
  * A divergence (distillation) computes a teacher's logits before the student's. Its forward makes
  * the losses alone, or the gradients too, by GEMMs or from samples. It has no backward.
  *
- * A step is a function of steps.h or, for the gradient GEMMs, of gradients.h, for samples of
- * samples.h, for the teacher of teacher.h, for a vocabulary that ranks share of shards.h: without
- * ranks those do nothing, or what the backend's function does. Steps know from the plan whether
+ * A step is a function of forward_steps.h, backward_steps.h or, for both, steps.h; for the gradient
+ * GEMMs of gradients.h, for samples of samples.h, for the teacher of teacher.h, for a vocabulary
+ * that ranks share of shards.h: without ranks those do nothing, or what the backend's function
+ * does. Where a chunk's matrices are is said in chunk_memory.c. Steps know from the plan whether
  * kernels are fused, where the bias is added and which buffers there are. Form, dtypes and sizes
  * are decided in plan.c, and buffers.c has the table of buffers; the arithmetic is the backend's
  * (backend.h). */
+#include "core/backward_steps.h"
+#include "core/chunk_memory.h"
+#include "core/forward_steps.h"
 #include "core/gradients.h"
 #include "core/plan_rules.h"
 #include "core/samples.h"
@@ -217,7 +221,7 @@ static flce_status backward_logits(execution* e) {
   for (int64_t first = 0; first < e->problem->rows; first += plan->backward_chunk_rows) {
     const chunk c = flce_chunk_from_saved(e, first);
     FLCE_TRY(flce_upstream_coefficients(e, &c));
-    FLCE_TRY(flce_upstream_dz_of_saved(e, &c));
+    FLCE_TRY(flce_dz_of_saved(e, &c));
     FLCE_TRY(flce_dx_gemm(e, &c));
     FLCE_TRY(flce_add_gradients(e, &c));
   }
@@ -225,8 +229,7 @@ static flce_status backward_logits(execution* e) {
   return flce_finish_gradients(e);
 }
 
-/* save=stats: one GEMM more than save=logits, to compute the logits again. flce_upstream_dz
- * overwrites them by E in form exp, by dz in form dz. */
+/* save=stats: one GEMM more than save=logits, to compute the logits again. */
 static flce_status backward_stats(execution* e) {
   FLCE_TRY(flce_open_operands(e, true, true));
   FLCE_TRY(begin_backward(e));
@@ -234,7 +237,7 @@ static flce_status backward_stats(execution* e) {
     const chunk c = flce_chunk_recomputed(e, first);
     FLCE_TRY(flce_upstream_coefficients(e, &c));
     FLCE_TRY(flce_recompute_logits(e, &c));
-    FLCE_TRY(flce_upstream_dz(e, &c));
+    FLCE_TRY(flce_exp_or_dz(e, &c));
     FLCE_TRY(flce_dx_gemm(e, &c));
     FLCE_TRY(flce_add_gradients(e, &c));
   }

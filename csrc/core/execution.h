@@ -1,6 +1,7 @@
 /* The records of a call and of a chunk, and helpers that make the arguments of a backend's
- * functions from them: the lowest layer of the files that execute a plan. Above it are gradients.h,
- * samples.h and shards.h, then steps.h, and above these engine.c. */
+ * functions from them: the lowest layer of the files that execute a plan. Above it are
+ * chunk_memory.h, gradients.h, samples.h and shards.h, then steps.h, then forward_steps.h and
+ * backward_steps.h, and above these engine.c. */
 #ifndef FLCE_EXECUTION_H
 #define FLCE_EXECUTION_H
 
@@ -136,7 +137,7 @@ static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
 }
 
 /* Consecutive computed rows whose logits are in memory at a time: where what belongs to them is.
- * All of it follows from the plan and the first row (steps.h). */
+ * All of it follows from the plan and the first row (chunk_memory.h). */
 typedef struct chunk {
   int64_t first, rows;  /* computed rows [first, first + rows) */
   const int64_t* index; /* their tokens, or NULL: the same */

@@ -40,5 +40,10 @@ static inline int64_t summed_elements(const flce_problem* problem) {
 static inline bool backward_reads_input(const flce_problem* problem) {
   return problem->want_grad_weight || problem->save == FLCE_SAVE_STATS;
 }
+/* The factor of E where it is saved in float16. c is then the row's largest l, so the largest entry
+ * is 2^15, and entries down to 2^-29 of it keep their full precision. */
+static inline double saved_exp_scale(const flce_plan* plan) {
+  return plan->saves_exp && plan->dtype == FLCE_F16 ? 0x1p15 : 1.0;
+}
 
 #endif

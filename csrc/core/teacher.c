@@ -1,6 +1,8 @@
 /* Implements teacher.h. */
 #include "core/teacher.h"
 
+#include "core/chunk_memory.h"
+#include "core/forward_steps.h"
 #include "core/plan_call.h"
 #include "core/steps.h"
 
