@@ -99,10 +99,14 @@ def _set_up(ctx, outputs, owned, accumulator):
     ctx.overwritten = False
 
 
+def _dtypes_of(leaves):
+    return [None if leaf is None else leaf.dtype for leaf in leaves]
+
+
 def _save_gradients(ctx, leaves, outputs, loss_scale, forward):
     """Saves the gradients of a forward with save="grads". loss_scale, forward: as in
     calls.SavedGradients."""
-    ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+    ctx.dtypes = _dtypes_of(leaves)
     gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
     calls.save(ctx, calls.SavedGradients(loss_scale, *gradients, forward))
 
@@ -134,9 +138,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     input, linear_weight, linear_bias: what has a gradient; with a frozen linear_weight beside an
     adapter, the adapter's weight. call, outputs: calls.ForwardCall and ForwardOutputs. strategy:
-    what "auto" became. names: of the outputs that it returns, the first ones of
-    calls.DIFFERENTIABLE.
-    owned: see _set_up. accumulator: accumulate.Accumulator of linear_weight, or None.
+    what "auto" became, or "forward": the backward runs the forward again, which makes the gradients
+    then, as of a divergence. names: of the outputs that it returns, the first ones of
+    calls.DIFFERENTIABLE. owned: see _set_up. accumulator: accumulate.Accumulator of linear_weight,
+    or None.
     """
 
     @staticmethod
@@ -154,17 +159,21 @@ class LinearCrossEntropy(torch.autograd.Function):
     ):
         _set_up(ctx, outputs, owned, accumulator)
         ctx.options, ctx.strategy = call.options, strategy
-        forward = call.kept_for_backward(outputs)
-        if strategy == "grads":
-            leaves = input, linear_weight, linear_bias
+        leaves = input, linear_weight, linear_bias
+        if strategy == "forward":
+            _save_call(ctx, leaves, call)
+        elif strategy == "grads":
+            forward = call.kept_for_backward(outputs)
             _save_gradients(ctx, leaves, outputs, _loss_scale(call, outputs), forward)
         else:
-            calls.save(ctx, forward)
+            calls.save(ctx, call.kept_for_backward(outputs))
         return tuple([getattr(outputs, name) for name in names])
 
     @_once_differentiable
     def backward(ctx, grad_output, grad_stats, grad_classes):
         wanted, strategy = _wanted_gradients(ctx), ctx.strategy
+        if strategy == "forward":
+            return _run_forward_again(ctx, grad_output, wanted)
         if strategy == "samples" and grad_classes is not None and ctx.options.value("traced"):
             # A compiled backward gets zeros for an output without a gradient. The samples give no
             # other gradient of these logits, and no value can be seen here: NaN.
@@ -181,6 +190,42 @@ class LinearCrossEntropy(torch.autograd.Function):
         return _run_backward(
             ctx, strategy, (grad_output, grad_stats, grad_classes), forward, wanted
         )
+
+
+def _save_call(ctx, leaves, call):
+    """Saves a calls.ForwardCall, but for its options, which ctx has. A teacher's tensors may be
+    those of inference mode, which autograd refuses to save."""
+    ctx.dtypes = _dtypes_of(leaves)
+    tensors = [value if isinstance(value, torch.Tensor) else None for value in calls.flat(call)]
+    ctx.unsaved = [
+        tensor if tensor is not None and tensor.is_inference() else None for tensor in tensors
+    ]
+    pairs = zip(tensors, ctx.unsaved, strict=True)
+    ctx.save_for_backward(*(tensor if unsaved is None else None for tensor, unsaved in pairs))
+
+
+def _saved_call(ctx):
+    """The calls.ForwardCall of _save_call."""
+    pairs = zip(ctx.saved_tensors, ctx.unsaved, strict=True)
+    tensors = [saved if unsaved is None else unsaved for saved, unsaved in pairs]
+    return calls.read(calls.ForwardCall, tensors)._replace(options=ctx.options)
+
+
+def _run_forward_again(ctx, grad_output, wanted):
+    """The wanted gradients of a divergence, by its call of the forward, which makes them now;
+    grad_output is a factor of the rows."""
+    call = _saved_call(ctx)
+    options = call.options.replaced(save="grads", **dict(zip(GRADIENTS, wanted, strict=True)))
+    if options.choice("reduction") == "none":
+        options = options.replaced(reduction="sum")
+    factor = grad_output.expand(call.target.shape)
+    factor = factor * (1 if call.token_weight is None else call.token_weight)
+    call = call._replace(token_weight=factor, options=options)
+    outputs = calls.run(call)
+    gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
+    loss_scale = _loss_scale(call, outputs)
+    saved = calls.SavedGradients(loss_scale, *gradients, calls.ForwardTensors())
+    return _scale_saved(ctx, saved, grad_output.new_ones(()), wanted)
 
 
 class _Nested(threading.local):
@@ -281,51 +326,6 @@ def _run_backward(ctx, strategy, upstream, forward, wanted):
         return gradients._replace(grad_weight=accumulator.finish(gradients.grad_weight))
 
 
-class LinearDivergence(torch.autograd.Function):
-    """Of a flce::divergence whose gradients the backward makes, by another call of it, to which
-    grad_output is a factor of the rows. call: its calls.DivergenceCall."""
-
-    @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, call, outputs, accumulator):
-        _set_up(ctx, outputs, True, accumulator)
-        ctx.options, ctx.numbers = call.options, call.teacher.numbers
-        leaves = input, linear_weight, linear_bias
-        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-        tensors = calls.flat(call._replace(teacher=call.teacher._replace(numbers=None)))
-        tensors = [value if isinstance(value, torch.Tensor) else None for value in tensors]
-        # A teacher's tensors may be those of inference mode, which autograd refuses to save.
-        ctx.unsaved = [
-            tensor if tensor is not None and tensor.is_inference() else None for tensor in tensors
-        ]
-        pairs = zip(tensors, ctx.unsaved, strict=True)
-        ctx.save_for_backward(*(tensor if unsaved is None else None for tensor, unsaved in pairs))
-        return outputs.loss
-
-    @staticmethod
-    def call(ctx):
-        """The call of the forward."""
-        pairs = zip(ctx.saved_tensors, ctx.unsaved, strict=True)
-        tensors = [saved if unsaved is None else unsaved for saved, unsaved in pairs]
-        call = calls.read(calls.DivergenceCall, tensors)
-        return call._replace(
-            teacher=call.teacher._replace(numbers=ctx.numbers), options=ctx.options
-        )
-
-    @_once_differentiable
-    def backward(ctx, grad_output, *_):
-        wanted, call = _wanted_gradients(ctx), LinearDivergence.call(ctx)
-        options = call.options.replaced(save="grads", **dict(zip(GRADIENTS, wanted, strict=True)))
-        if options.choice("reduction") == "none":
-            options = options.replaced(reduction="sum")
-        factor = grad_output.expand(call.target.shape)
-        factor = factor * (1 if call.token_weight is None else call.token_weight)
-        outputs = calls.run(call._replace(token_weight=factor, options=options))
-        gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
-        loss_scale = _loss_scale(call._replace(options=options), outputs)
-        saved = calls.SavedGradients(loss_scale, *gradients, calls.ForwardTensors())
-        return _scale_saved(ctx, saved, grad_output.new_ones(()), wanted)
-
-
 class CrossEntropy(torch.autograd.Function):
     """Of a flce::cross_entropy_forward. call, outputs: calls.LogitsCall and LogitsOutputs; names:
     as in LinearCrossEntropy."""
@@ -347,16 +347,15 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def with_graph(call, outputs, leaves, names, owned, accumulator=None):
-    """The outputs of a ForwardCall or DivergenceCall, of which `names`, the first ones of
-    DIFFERENTIABLE, have a graph that ends in `leaves`, the tensors that get the gradients."""
+    """The outputs of a ForwardCall, of which `names`, the first ones of DIFFERENTIABLE, have a
+    graph that ends in `leaves`, the tensors that get the gradients."""
     strategy = outputs.strategy()
     if strategy == "grads" and len(names) == 1:
         loss_scale = _loss_scale(call, outputs)
         loss = ScaledGradients.apply(*leaves, outputs, loss_scale, owned, accumulator)
         return outputs._replace(loss=loss)
-    if isinstance(call, calls.DivergenceCall):
-        loss = LinearDivergence.apply(*leaves, call, outputs, accumulator)
-        return outputs._replace(loss=loss)
+    if call.teacher and strategy != "grads":
+        strategy = "forward"
     of_call = call, outputs, strategy, names, owned, accumulator
     return outputs.with_graph(*LinearCrossEntropy.apply(*leaves, *of_call))
 
@@ -377,7 +376,6 @@ def _of_direct_logits_call(outputs, call):
 
 
 _register_autograd("forward", _of_direct_call, calls.ForwardCall)
-_register_autograd("divergence", _of_direct_call, calls.DivergenceCall)
 _register_autograd("cross_entropy_forward", _of_direct_logits_call, calls.LogitsCall)
 for _name in ("backward", "backward_into", "scaled", "cross_entropy_backward"):
     _register_autograd(_name, _Refuse.apply)

@@ -49,13 +49,12 @@ class CallOptions(typing.NamedTuple):
 
 class Teacher(typing.NamedTuple):
     """The teacher of a divergence. input: its hidden states, (..., H'), or without a weight its
-    logits, (..., V); temperature: of each row; numbers: packing.TEACHER_NUMBERS."""
+    logits, (..., V); temperature: of each row."""
 
     input: torch.Tensor
-    weight: Optional
-    bias: Optional
-    temperature: Optional
-    numbers: tuple
+    weight: Optional = None
+    bias: Optional = None
+    temperature: Optional = None
 
 
 class ForwardTensors(typing.NamedTuple):
@@ -77,7 +76,8 @@ class ForwardTensors(typing.NamedTuple):
 
 
 class ForwardCall(typing.NamedTuple):
-    """flce::forward. seed: of a sampled gradient; classes: (..., K), whose logits are outputs."""
+    """flce::forward. seed: of a sampled gradient; classes: (..., K), whose logits are outputs;
+    teacher: of a divergence, None for a loss."""
 
     input: torch.Tensor
     linear_weight: torch.Tensor
@@ -90,6 +90,7 @@ class ForwardCall(typing.NamedTuple):
     seed: Optional
     classes: Optional
     options: CallOptions
+    teacher: Teacher | None = None
 
     def kept_for_backward(self, outputs):
         """The ForwardTensors of this call and its ForwardOutputs."""
@@ -142,39 +143,6 @@ class Gradients(typing.NamedTuple):
     grad_input: Optional
     grad_weight: Optional
     grad_bias: Optional
-
-
-class DivergenceCall(typing.NamedTuple):
-    """flce::divergence."""
-
-    input: torch.Tensor
-    linear_weight: torch.Tensor
-    target: torch.Tensor
-    linear_bias: Optional
-    token_weight: Optional
-    token_temperature: Optional
-    num_items: Optional
-    seed: Optional
-    teacher: Teacher
-    options: CallOptions
-
-
-class DivergenceOutputs(typing.NamedTuple):
-    """As ForwardOutputs, of which it has these."""
-
-    loss: torch.Tensor
-    scalars: Optional
-    grad_input: Optional
-    grad_weight: Optional
-    grad_bias: Optional
-
-    def of_forward(self):
-        return ForwardOutputs(**self._asdict())
-
-    def strategy(self):
-        """What "auto" became; with "stats" the backward runs the operator again."""
-        grads = (self.grad_input, self.grad_weight, self.grad_bias)
-        return "stats" if all(grad is None for grad in grads) else "grads"
 
 
 class BackwardCall(typing.NamedTuple):
@@ -260,7 +228,6 @@ class SavedGradients(typing.NamedTuple):
 NESTED = (CallOptions, Teacher, ForwardTensors, LogitsTensors)
 OPERATORS = {
     ForwardCall: (inner.forward.default, ForwardOutputs),
-    DivergenceCall: (inner.divergence.default, DivergenceOutputs),
     BackwardCall: (inner.backward.default, Gradients),
     LogitsCall: (inner.cross_entropy_forward.default, LogitsOutputs),
 }
@@ -275,14 +242,16 @@ def operator_of(call):
 def _records_in(kind):
     """[(position, class)] of the records in a record of this class."""
     annotations = enumerate(kind.__annotations__.values())
-    return [(i, annotation) for i, annotation in annotations if annotation in NESTED]
+    kinds = ((i, (annotation, *typing.get_args(annotation))) for i, annotation in annotations)
+    return [(i, nested) for i, of_field in kinds for nested in of_field if nested in NESTED]
 
 
 def flat(record):
-    """The values of a record, those of a record in it in its place."""
+    """The values of a record, those of a record in it in its place. A record that is None, as only
+    the last one may be, has none: the operators' last arguments have defaults."""
     values = list(record)
     for i, _ in reversed(_records_in(type(record))):
-        values[i : i + 1] = values[i]
+        values[i : i + 1] = values[i] or ()
     return values
 
 
@@ -291,7 +260,9 @@ def read(kind, values):
     values = list(values)
     for i, nested in _records_in(kind):
         end = i + len(nested._fields)
-        values[i:end] = [nested(*values[i:end])]
+        of_nested = values[i:end]
+        is_none = nested is Teacher and all(value is None for value in of_nested)
+        values[i:end] = [None if is_none else nested(*of_nested)]
     return kind(*values)
 
 

@@ -18,12 +18,21 @@ from .options import (
     OPTIONS,
     OUTPUTS,
     RETURNS,
+    TEACHER_OPTIONS,
     LinearCrossEntropyOutput,
     LogitsOptions,
     types_of,
 )
 from .outputs import results
-from .packing import OfCall, Shard, WantedGradients, replaced, split
+from .packing import (
+    NO_COMPARISON,
+    OfCall,
+    Shard,
+    WantedGradients,
+    replaced,
+    split,
+    split_comparison,
+)
 from .targets import shifted_target
 
 # Between the seeds of one rank and the next: the draws of the ranks' classes in a row have to be
@@ -119,10 +128,12 @@ def check_options(options, rows, **sizes):
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
-def _call_options(packed, of_call, rows, first_token):
-    """The calls.CallOptions with the values of a packing.OfCall."""
-    integers = packed.integers(of_call)
-    options = calls.CallOptions(packed.valid_vocab, rows, integers, packed.numbers, packed.group)
+def _call_options(packed, of_call, comparison, rows, first_token):
+    """The calls.CallOptions with the values of a packing.OfCall and a packing.Comparison."""
+    integers, numbers = packed.integers(of_call), packed.numbers
+    if comparison.divergence is not None:
+        numbers = packed.numbers_of(comparison)
+    options = calls.CallOptions(packed.valid_vocab, rows, integers, numbers, packed.group)
     return options.replaced(first_token=first_token) if first_token else options
 
 
@@ -138,12 +149,20 @@ def _accumulator(packed, weight, trains_weight):
 
 
 def linear_cross_entropy_of(
-    input, linear_weight, target, options, teacher=None, *, first_token=0, caller=None
+    input,
+    linear_weight,
+    target,
+    options,
+    *,
+    teacher=None,
+    comparison=NO_COMPARISON,
+    first_token=0,
+    caller=None,
 ):
     """The loss, or a LinearCrossEntropyOutput. `options`: those that the caller gave, by name; a
-    missing one has its default. `teacher`: a calls.Teacher, of a divergence from it. `first_token`:
-    the number of the first row, where these are a part of the caller's. `caller`: see
-    sharding.ShardedCall."""
+    missing one has its default. `teacher`, `comparison`: calls.Teacher and packing.Comparison of a
+    divergence. `first_token`: the number of the first row, where these are a part of the caller's.
+    `caller`: see sharding.ShardedCall."""
     packed, tensors = split(options)
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, target, *tensors.values())
@@ -173,48 +192,35 @@ def linear_cross_entropy_of(
         traced=is_traced(),
         class_gradient=has_class_logits,
         allow_tf32=input.is_cuda and input.dtype is torch.float32 and _tf32_is_on(),
+        divergence=comparison.code(),
     )
-    call_options = _call_options(packed, of_call, _rows(packed, target), first_token)
-    if teacher:
-        call = calls.DivergenceCall(
-            input,
-            linear_weight,
-            target,
-            tensors.get("linear_bias"),
-            of_loss.token_weight,
-            of_loss.temperature,
-            of_loss.num_items,
-            seed=None,
-            teacher=teacher,
-            options=call_options,
-        )
-    else:
-        call = calls.ForwardCall(
-            input,
-            linear_weight,
-            target,
-            tensors.get("linear_bias"),
-            of_loss.weight,
-            of_loss.token_weight,
-            of_loss.temperature,
-            of_loss.num_items,
-            seed=None,
-            classes=classes,
-            options=call_options,
-        )
+    rows = _rows(packed, target)
+    call = calls.ForwardCall(
+        input,
+        linear_weight,
+        target,
+        tensors.get("linear_bias"),
+        of_loss.weight,
+        of_loss.token_weight,
+        of_loss.temperature,
+        of_loss.num_items,
+        seed=None,
+        classes=classes,
+        options=_call_options(packed, of_call, comparison, rows, first_token),
+        teacher=teacher,
+    )
     if packed.ranks > 1:
         sharding.hooks().before_call(sharding.ShardedCall(call, options, caller))
     if (seed := _seed(packed, tensors, input.device)) is not None:
         call = call._replace(seed=seed)
-    if of_call.traced and any(wanted) and not teacher:
+    if of_call.traced and any(wanted):
         # The graph's backward needs the outputs that the fakes had, whatever its rows are then.
         call = call._replace(options=fakes.with_strategy(call))
     outputs = calls.run(call)
     if any(wanted):
         names = _differentiable(packed, has_class_logits)
         outputs = autograd.with_graph(call, outputs, leaves, names, True, accumulator)
-    outputs = outputs.of_forward() if teacher else outputs
-    return results(packed, outputs, target, of_loss, call_options.rows)
+    return results(packed, outputs, target, of_loss, rows)
 
 
 def _differentiable(packed, has_classes=False):
@@ -223,23 +229,15 @@ def _differentiable(packed, has_classes=False):
     return calls.DIFFERENTIABLE[: 3 if has_classes else count]
 
 
-def linear_divergence_of(
-    input,
-    linear_weight,
-    target,
-    teacher_input,
-    teacher_weight,
-    teacher_bias,
-    teacher_temperature,
-    teacher_numbers,
-    options,
-):
-    """The loss. `teacher_input`: its hidden states, or without a weight its logits;
-    `teacher_numbers`: packing.TEACHER_NUMBERS; `options`: the other ones."""
-    tensors = teacher_input, teacher_weight, teacher_bias, teacher_temperature
-    tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
-    teacher = calls.Teacher(*tensors, teacher_numbers)
-    return linear_cross_entropy_of(input, linear_weight, target, options, teacher)
+def linear_divergence_of(input, linear_weight, target, teacher_input, options):
+    """The loss. `teacher_input`: the teacher's hidden states, or its logits if there is no
+    teacher_weight among the `options`."""
+    comparison, tensors, options = split_comparison(options)
+    weight, bias = tensors.get("teacher_weight"), tensors.get("teacher_bias")
+    tensors = teacher_input, weight, bias, tensors.get("teacher_temperature")
+    teacher = calls.Teacher(*(None if tensor is None else tensor.detach() for tensor in tensors))
+    of_divergence = {"teacher": teacher, "comparison": comparison}
+    return linear_cross_entropy_of(input, linear_weight, target, options, **of_divergence)
 
 
 def cross_entropy_of(logits, target, options):
@@ -272,6 +270,7 @@ def _kernel_of(function, names, gives_outputs):
     def kernel(
         *tensors,
         token_temperature=None,
+        token_teacher_temperature=None,
         detach_entropy=False,
         vocab_group=None,
         vocab_shard=None,
@@ -281,6 +280,8 @@ def _kernel_of(function, names, gives_outputs):
             validate.check_tensor(name, tensor)
         if token_temperature is not None:
             options["temperature"] = token_temperature
+        if token_teacher_temperature is not None:
+            options["teacher_temperature"] = token_teacher_temperature
         if detach_entropy:
             options["return_entropy"] = "detached"
         if vocab_group is not None:
@@ -301,6 +302,8 @@ def _register(name, function, operands, options, has_outputs=True):
     typed = {option: row for option, row in options.items() if row.schema}
     arguments = [f"{row.schema} {option}={row.default!r}" for option, row in typed.items()]
     others = ["Tensor? token_temperature=None"]
+    if "teacher_temperature" in options:
+        others += ["Tensor? token_teacher_temperature=None"]
     if "vocab_parallel" in options:
         others += ["str? vocab_group=None", "int[]? vocab_shard=None"]
     schema = ", ".join((operands, "*", *arguments, *others))
@@ -321,9 +324,7 @@ def _register(name, function, operands, options, has_outputs=True):
 _of_logits = {name: row for name, row in OPTIONS.items() if name in types_of(LogitsOptions)}
 _of_linear = "Tensor input, Tensor linear_weight, Tensor target"
 _register("linear_cross_entropy", linear_cross_entropy_of, _of_linear, OPTIONS)
-_teacher = "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, "
-_teacher += "Tensor? teacher_temperature, float[] teacher_numbers"
-_of_divergence = {name: OPTIONS[name] for name in OF_DIVERGENCE}
-_schema = f"{_of_linear}, {_teacher}"
-_register("linear_divergence", linear_divergence_of, _schema, _of_divergence, has_outputs=False)
+_of_divergence = {name: OPTIONS[name] for name in OF_DIVERGENCE} | TEACHER_OPTIONS
+_compared = f"{_of_linear}, Tensor teacher_input"
+_register("linear_divergence", linear_divergence_of, _compared, _of_divergence, has_outputs=False)
 _register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

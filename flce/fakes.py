@@ -124,9 +124,9 @@ def _fake_gradients(operands, options, description):
     )
 
 
-def _check_call(call, weight):
-    """The shape of the rows of all ranks, after the checks of a call's tensors. weight: of the
-    classes, or None."""
+def _check_call(call):
+    """The shape of the rows of all ranks, after the checks of the tensors of a calls.ForwardCall
+    but the teacher's."""
     input, linear_weight, options = call.input, call.linear_weight, call.options
     check_operands(input, linear_weight, call.linear_bias)
     if len(options.integers) != len(INTEGERS) + 1:  # the layout is the last one
@@ -135,13 +135,29 @@ def _check_call(call, weight):
     shape, scatters = input.shape[:-1], options.value("input_is_sharded")
     shape = (shape[0] * ranks, *shape[1:]) if scatters and shape else shape
     classes = vocab if ranks and vocab >= 0 else max(ranks, 1) * linear_weight.shape[0]
-    vectors = weight, call.token_weight, call.token_temperature, call.num_items
+    vectors = call.weight, call.token_weight, call.token_temperature, call.num_items
     _check_loss_tensors("input", input, shape, classes, call.target, *vectors)
     return shape
 
 
+def _check_teacher(call, shape):
+    """`shape`: of the rows of all ranks."""
+    teacher = call.teacher
+    gives_logits = teacher.weight is None
+    first = "teacher_logits" if gives_logits else "teacher_input"
+    named = {first: teacher.input, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+    named["teacher_temperature"] = teacher.temperature
+    for name, tensor in named.items():
+        if tensor is not None:
+            check_same_device(name, tensor, "input", call.input)
+    leading = shape if gives_logits else call.input.shape[:-1]
+    check_shape(first, teacher.input, (*leading, *teacher.input.shape[-1:]))
+
+
 def _fake_forward(call):
-    shape = _check_call(call, call.weight)
+    shape = _check_call(call)
+    if call.teacher:
+        _check_teacher(call, shape)
     options, target, classes = with_strategy(call), call.target, call.classes
     description = described(call, options)
     dtype = DTYPES[description.stat_dtype]
@@ -206,27 +222,6 @@ def _fake_backward_into(grad_weight_into, *args):
     return gradients.grad_input, gradients.grad_bias
 
 
-def _fake_divergence(call):
-    shape, teacher = _check_call(call, None), call.teacher
-    gives_logits = teacher.weight is None
-    first = "teacher_logits" if gives_logits else "teacher_input"
-    named = {first: teacher.input, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
-    named["teacher_temperature"] = teacher.temperature
-    for name, tensor in named.items():
-        if tensor is not None:
-            check_same_device(name, tensor, "input", call.input)
-    leading = shape if gives_logits else call.input.shape[:-1]
-    check_shape(first, teacher.input, (*leading, *teacher.input.shape[-1:]))
-    makes_gradients = any(call.options.value(name) for name in GRADIENTS)
-    options = call.options.replaced(save="grads" if makes_gradients else "nothing")
-    description = described(call, options, teacher_hidden=1)  # no size depends on the teacher's
-    of_loss = _fake_loss(
-        call.target, options, DTYPES[description.stat_dtype], description.keeps_statistics
-    )
-    gradients = _fake_gradients(call, options, description)
-    return calls.DivergenceOutputs(of_loss["loss"], of_loss["scalars"], **gradients._asdict())
-
-
 def _fake_cross_entropy_forward(call):
     logits, target = call.logits, call.target
     if logits.dim() < 1:
@@ -256,7 +251,6 @@ def _of_record(kind, fake):
 
 _FAKES = {
     "forward": _of_record(calls.ForwardCall, _fake_forward),
-    "divergence": _of_record(calls.DivergenceCall, _fake_divergence),
     "backward": _of_record(calls.BackwardCall, _fake_backward),
     "backward_into": _fake_backward_into,
     "scale_": lambda *args: None,
@@ -294,20 +288,14 @@ def _entries(options):
 @register_flop_formula([inner.forward, inner.graph_forward], get_raw=True)
 def _forward_flops(*args, out_val=None, **_):
     call = calls.read(calls.ForwardCall, args)
-    outputs = calls.read(calls.ForwardOutputs, out_val)
-    gradients = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
-    return _gemm_flops(call.input, call, call.options, 1 + gradients)
-
-
-@register_flop_formula([inner.divergence, inner.graph_divergence], get_raw=True)
-def _divergence_flops(*args, out_val=None, **_):
-    call = calls.read(calls.DivergenceCall, args)
-    outputs, options = calls.read(calls.DivergenceOutputs, out_val), call.options
+    outputs, options = calls.read(calls.ForwardOutputs, out_val), call.options
     gradients = sum(grad is not None for grad in (outputs.grad_input, outputs.grad_weight))
     entries = _entries(options) if options.choice("gradient") == "sampled" else None
     flops = _gemm_flops(call.input, call, options, 1)
     flops += _gemm_flops(call.input, call, options, gradients, entries)
-    return flops + _gemm_flops(call.teacher.input, call, options, call.teacher.weight is not None)
+    if call.teacher and call.teacher.weight is not None:
+        flops += _gemm_flops(call.teacher.input, call, options, 1)
+    return flops
 
 
 @register_flop_formula([inner.backward, inner.graph_backward], get_raw=True)

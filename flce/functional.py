@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from typing_extensions import Unpack, overload
 
-from . import accumulate, class_losses, composite, packing, sharding, validate
+from . import accumulate, class_losses, composite, operators, packing, sharding, validate
 from . import options as table
 from .modes import autocast_code
 from .options import LinearCrossEntropyOutput, show_options
@@ -16,10 +16,13 @@ from .options import LinearCrossEntropyOutput, show_options
 _ALL = table.defaults(table.Options)
 _OF_LOGITS = table.defaults(table.LogitsOptions)
 _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
-_IN_SCHEMA = {name for name, option in table.OPTIONS.items() if option.schema}
+_SCHEMAS = {**table.OPTIONS, **table.TEACHER_OPTIONS}
+_IN_SCHEMA = {name for name, option in _SCHEMAS.items() if option.schema}
+# Those that may have a value for each row, and the operators' argument for it.
+_OF_ROWS = {option: argument for argument, option in operators.OPTION_OF.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
-_OPTIONAL = {"teacher_weight", "teacher_bias", "teacher_temperature"}
+_OPTIONAL = {"teacher_weight", "teacher_bias"}
 _OPTIONAL |= packing.TENSORS - {"num_items", "gradient_seed"}
 
 
@@ -37,12 +40,12 @@ class Function(typing.NamedTuple):
     run: typing.Callable
     operator: str
 
-    def tensors(self, operands):
-        """The operands by name, without a list of numbers at their end."""
-        names, tensors = self.operands, dict(zip(self.operands, operands, strict=False))
-        if tensors.get("teacher_weight", 0) is None:  # a teacher of logits
-            names = ["teacher_logits" if name == "teacher_input" else name for name in names]
-        return dict(zip(names, tensors.values(), strict=True))
+    def named(self, operands, options):
+        """The operands by name. Without a teacher_weight teacher_input is named teacher_logits."""
+        tensors = dict(zip(self.operands, operands, strict=True))
+        if "teacher_input" in tensors and options.get("teacher_weight") is None:
+            tensors["teacher_logits"] = tensors.pop("teacher_input")
+        return tensors
 
 
 def _call(function, operands, options, caller=None):
@@ -90,7 +93,7 @@ def _check_tensors(function, operands, options):
     """TypeError for an operand, or an option of _OPTIONAL, that is no tensor. A plain tensor
     that is not dense is refused where an operator fails (operators.py)."""
     if not all(type(value) in _PLAIN for value in operands):
-        for name, value in function.tensors(operands).items():
+        for name, value in function.named(operands, options).items():
             _check_tensor(name, value)
     for name, value in options.items():
         if name in _OPTIONAL:
@@ -148,8 +151,8 @@ def _schema_options(operands, options):
     in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
     for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):
-            if option == "temperature":  # a traced value cannot become a number
-                in_schema["token_temperature"] = in_schema.pop(option)
+            if option in _OF_ROWS:  # a traced value cannot become a number
+                in_schema[_OF_ROWS[option]] = in_schema.pop(option)
             else:
                 in_schema[option] = value.item()
     if isinstance(in_schema.get("num_items"), numbers.Real):
@@ -372,12 +375,11 @@ def cross_entropy(
 
 
 def divergence_of(*operands, **options):
-    """flce.linear_divergence of the arguments that its operator takes."""
+    """flce.linear_divergence of the operands and options that its operator takes."""
     return _call(_LINEAR_DIVERGENCE, operands, options)
 
 
 _OF_LINEAR = ("input", "linear_weight", "target")
-_OF_TEACHER = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_temperature")
 _LINEAR_CROSS_ENTROPY = Function(
     linear_cross_entropy,
     _OF_LINEAR,
@@ -387,8 +389,8 @@ _LINEAR_CROSS_ENTROPY = Function(
 )
 _LINEAR_DIVERGENCE = Function(
     divergence_of,
-    _OF_LINEAR + _OF_TEACHER,
-    table.OF_DIVERGENCE,
+    (*_OF_LINEAR, "teacher_input"),
+    table.OF_DIVERGENCE | table.OF_TEACHER,
     composite.linear_divergence_of,
     "linear_divergence",
 )

@@ -60,13 +60,20 @@ def _raise_pending(error):
             del error  # its traceback holds this frame, and others with the call's memory
 
 
+# The option that an operator takes as this argument where it has a value for each row.
+OPTION_OF = {
+    "token_temperature": "temperature",
+    "token_teacher_temperature": "teacher_temperature",
+}
+
+
 def _refuse_operands(op, args, error):
     """Names the first operand that is no dense tensor, or of a class whose __torch_dispatch__ has
     no rule for the operator, as those of quantised weights."""
     for argument, value in zip(op._schema.arguments, args, strict=False):
         if "Tensor" not in str(argument.type) or type(value) in _PLAIN and _is_dense(value):
             continue
-        name = "temperature" if argument.name == "token_temperature" else argument.name
+        name = OPTION_OF.get(argument.name, argument.name)
         if value is not None or "Optional" not in str(argument.type):
             check_tensor(name, value)
             if isinstance(error, (NotImplementedError, TypeError)):
@@ -90,7 +97,7 @@ def _define_graph_variant(name):
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _graph_variants = {}
-for _name in ("forward", "divergence", "backward", "scaled"):
+for _name in ("forward", "backward", "scaled"):
     _define_graph_variant(_name)
 for _name in ("cross_entropy_forward", "cross_entropy_backward"):
     _define_graph_variant(_name)

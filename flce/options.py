@@ -219,6 +219,19 @@ class DivergenceOptions(
     """Of flce.linear_divergence, after its named arguments."""
 
 
+class TeacherOptions(TypedDict, total=False):
+    """Named arguments of flce.linear_divergence that torch.ops.flce.linear_divergence has too."""
+
+    divergence: Annotated[Divergence, Option("forward_kl", "str")]
+    beta: Annotated[float, Option(0.5, "float")]
+    hard_weight: Annotated[float, Option(0.0, "float")]
+    teacher_weight: Annotated[Tensor | None, Option(None, "Tensor?")]
+    teacher_bias: Annotated[Tensor | None, Option(None, "Tensor?")]
+    teacher_softcap: Annotated[float | None, Option(None, "float?")]
+    teacher_logit_scale: Annotated[float, Option(1.0, "float")]
+    teacher_temperature: Annotated[float | Tensor, Option(1.0, "float")]
+
+
 class ModuleOptions(_OfPlan, _Sharded):
     """Those that Modules hold as attributes."""
 
@@ -402,6 +415,7 @@ def _option_of(annotated):
 OPTIONS = {
     name: _option_of(kind) for name, kind in types_of(Options).items() if name not in RETURNS
 }
+TEACHER_OPTIONS = {name: _option_of(kind) for name, kind in types_of(TeacherOptions).items()}
 
 
 def defaults(options=Options):
@@ -410,6 +424,7 @@ def defaults(options=Options):
 
 
 OF_DIVERGENCE = defaults(DivergenceOptions)
+OF_TEACHER = defaults(TeacherOptions)
 # Those that map the logits of the linear layer to the final ones: parameters of
 # reference.final_logits.
 LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")

@@ -18,6 +18,7 @@ from .options import (
     CHOICES,
     DTYPES,
     LOGIT_OPTIONS,
+    OF_TEACHER,
     OPTIONS,
     RETURNS,
     Attribute,
@@ -76,10 +77,10 @@ def default_memory(device):
 
 # ---- packing ----
 
-LAYOUT = 10  # raise it together with kLayout of csrc/binding/options.h
+LAYOUT = 11  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
-# layout at its end, and FLCE_LOSS_NUMBERS of csrc/problem.h. And FLCE_DIVERGENCES of that file: in
-# the operator's list `teacher` a divergence is its index here, from 1 on.
+# layout at its end, and the numbers of that file. And FLCE_DIVERGENCES of csrc/problem.h: a
+# divergence is its index here, from 1 on.
 (*INTEGERS, _), NUMBERS, DIVERGENCES = (
     tuple(names.split()) for names in torch.ops.flce.option_names().split("/")
 )
@@ -113,7 +114,7 @@ class OfCall(typing.NamedTuple):
     gradients: those that the operator makes. autocast: the index in DTYPES of the dtype to which it
     casts, or -1. frozen_hidden: columns of the weight without a gradient, with an adapter.
     accumulates: whether the weight's gradient is added to an attribute of it. class_gradient:
-    whether logits of classes are outputs.
+    whether logits of classes are outputs. divergence: one of flce_divergence of csrc/problem.h.
     """
 
     memory: Memory = Memory()
@@ -124,6 +125,7 @@ class OfCall(typing.NamedTuple):
     traced: bool = False
     class_gradient: bool = False
     allow_tf32: bool = False
+    divergence: int = 0
 
     def values(self):
         """By the names of the list of integers."""
@@ -159,16 +161,38 @@ class Shard(typing.NamedTuple):
         return cls(group, *map(int, integers))
 
 
+class Comparison(typing.NamedTuple):
+    """The arguments of flce.linear_divergence of these names, but teacher_softcap is 0.0 for None.
+    divergence: None in the call of a loss, which has no teacher."""
+
+    divergence: str | None
+    beta: float
+    hard_weight: float
+    teacher_softcap: float
+    teacher_logit_scale: float
+    teacher_temperature: float
+
+    def code(self):
+        """Its flce_divergence."""
+        if self.divergence is None:
+            return 0
+        if self.divergence not in DIVERGENCES:
+            refuse("divergence", f"one of {DIVERGENCES}", repr(self.divergence))
+        return 1 + DIVERGENCES.index(self.divergence)
+
+    def numbers(self):
+        """Its numbers by their names in the operators' list."""
+        values = self._asdict()
+        del values["divergence"]
+        return values
+
+
 NO_SHARD = Shard()
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
+_LOSS_NUMBERS = tuple(name for name in NUMBERS if name not in Comparison._fields)
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
 # The options that an operator takes in its lists, or that say what else the call does.
 _PACKED = {k: v for k, v in defaults().items() if k not in TENSORS | {"options"}}
-
-
-# Of its operator's list `teacher`; a divergence is its index here, from 1 on (flce_divergence).
-TEACHER_NUMBERS = ("divergence", "beta", "hard_weight", "teacher_softcap", "teacher_logit_scale")
-TEACHER_NUMBERS += ("teacher_temperature",)
 
 
 def _choice(name, value):
@@ -178,9 +202,9 @@ def _choice(name, value):
     return CHOICES[name].index(value)
 
 
-def _number(name, value):
+def _number(name, value, default):
     """A float. Where None is the default it becomes 0.0, and 0.0 itself is refused."""
-    optional = OPTIONS[name].default is None
+    optional = default is None
     if value is None and optional:
         return 0.0
     value = validate.check_number(name, value)
@@ -253,28 +277,43 @@ class Packed:
         self.max_memory = None if memory is None else parse_bytes(memory)
         shard = self.shard = shard_of(options["vocab_parallel"])
         self.group, self.ranks, self.rank = shard.group, shard.ranks, shard.rank
-        self.numbers = tuple(_number(name, options[name]) for name in NUMBERS)
+        self._numbers = {
+            name: _number(name, options[name], OPTIONS[name].default) for name in _LOSS_NUMBERS
+        }
+        self.numbers = self.numbers_of(NO_COMPARISON)
         self.logit_options = self._logit_options()
         values = {name: _choice(name, options[name]) for name in CHOICES}
         for name in ("accum_dtype", "logits_dtype"):
             dtype = options[name]
             values[name] = -1 if dtype is None else code_of(name, dtype, ValueError)
         values |= shard.integers()
-        values |= {"wants_lse": wanted.lse, "wants_entropy": wanted.entropy}
-        values["wants_tail"] = wanted.tail_lse
-        values |= {"entropy_gradient": entropy_gradient, "consumes_saved": 0}
-        values["wants_predictions"] = wanted.predictions or wanted.accuracy
-        values["wants_statistics"] = any(wanted._replace(predictions=False))
-        values["ignore_index"], values["topk"] = self.ignore_index, self.topk
-        values["first_token"] = 0
+        values |= {
+            "wants_lse": wanted.lse,
+            "wants_entropy": wanted.entropy,
+            "wants_tail": wanted.tail_lse,
+            "wants_predictions": wanted.predictions or wanted.accuracy,
+            "wants_statistics": any(wanted._replace(predictions=False)),
+            "entropy_gradient": entropy_gradient,
+            "consumes_saved": 0,
+            "ignore_index": self.ignore_index,
+            "topk": self.topk,
+            "first_token": 0,
+        }
         self._values, self._lists = values, {}
 
     def _logit_options(self):
         """The arguments of reference.final_logits."""
-        numbers = dict(zip(NUMBERS, self.numbers, strict=True))
         # 0.0 stands for None.
         is_none = {name: OPTIONS[name].default is None for name in LOGIT_OPTIONS}
-        return {n: None if is_none[n] and numbers[n] == 0.0 else numbers[n] for n in LOGIT_OPTIONS}
+        return {
+            name: None if is_none[name] and self._numbers[name] == 0.0 else self._numbers[name]
+            for name in LOGIT_OPTIONS
+        }
+
+    def numbers_of(self, comparison):
+        """The list of numbers of a call with this Comparison."""
+        values = self._numbers | comparison.numbers()
+        return tuple(values[name] for name in NUMBERS)
 
     def memory(self, device):
         """The Memory of a call on this device."""
@@ -296,6 +335,14 @@ class Packed:
         return integers
 
 
+def _comparison(divergence, options):
+    """The Comparison with the numbers among `options`."""
+    names = (name for name in Comparison._fields if name != "divergence")
+    numbers = {name: _number(name, options[name], OF_TEACHER[name]) for name in names}
+    return Comparison(divergence, **numbers)
+
+
+NO_COMPARISON = _comparison(None, OF_TEACHER)
 _DEFAULT = Packed(_PACKED)
 
 
@@ -323,6 +370,16 @@ def split(options):
         return Packed({**_PACKED, **items}), tensors
 
 
+def split_comparison(options):
+    """The options of a divergence: the Comparison, a dict of the teacher's tensors, and those of
+    the student."""
+    of_teacher = {name: options.get(name, default) for name, default in OF_TEACHER.items()}
+    of_student = {name: value for name, value in options.items() if name not in OF_TEACHER}
+    tensors = {name: value for name, value in of_teacher.items() if isinstance(value, torch.Tensor)}
+    numbers = {**of_teacher, **{name: OF_TEACHER[name] for name in tensors}}
+    return _comparison(of_teacher["divergence"], numbers), tensors, of_student
+
+
 def _split_scalar(name, value, tensors, items):
     """Adds a tensor given for a number to `items`, by its value if it is 0-d. A temperature stays a
     tensor, in `tensors`, unless it is a 0-d CPU tensor: reading others would synchronise."""
@@ -332,7 +389,7 @@ def _split_scalar(name, value, tensors, items):
     if name == "temperature" and not is_known:
         tensors[name] = value
         return
-    is_number = value.dim() == 0 and name in (*NUMBERS, "ignore_index")
+    is_number = value.dim() == 0 and name in (*_LOSS_NUMBERS, "ignore_index")
     items[name] = value.item() if is_number else value
 
 

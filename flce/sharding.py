@@ -7,7 +7,7 @@ import typing
 class ShardedCall(typing.NamedTuple):
     """What ranks that divide the vocabulary may compare before a call.
 
-    call: a calls.ForwardCall or DivergenceCall, without a seed. options: of the call, by name.
+    call: a calls.ForwardCall without a seed. options: of the call, by name.
     caller: the name ("call") and the arguments of a public function that is composed of this call;
     None where the user has made this call.
     """

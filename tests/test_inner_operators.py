@@ -208,16 +208,11 @@ def test_raw_forward_computes_every_row_of_probabilities(device):
         torch.ops.flce.forward(*raw.forward(x, w, t, "grads", rows=3))
 
 
-DIVERGENCE = [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
-
-
-def divergence_of(device, numbers=DIVERGENCE, save="grads", **changed):
-    """A raw flce::divergence; `changed`: its options."""
+def divergence_of(device, save="grads", divergence=1, **changed):
+    """A raw flce::forward with a teacher; `changed`: its options."""
     x, w, target = (t.detach() for t in leaves(device))
-    *_, rows, integers, values, _ = raw.forward(x, w, target, save, **changed)
-    tensors = x, w, target, None, None, None, None, None, torch.randn(TOKENS, VOCAB, device=device)
-    lists = numbers, None, rows, integers, values, None
-    return torch.ops.flce.divergence(*tensors, None, None, None, *lists)
+    arguments = raw.forward(x, w, target, save, divergence=divergence, **changed)
+    return torch.ops.flce.forward(*arguments, torch.randn(TOKENS, VOCAB, device=device))
 
 
 OF_LOSSES = ("wants_statistics", "wants_predictions", "wants_entropy", "entropy_gradient")
@@ -232,9 +227,25 @@ def test_raw_divergence_refuses_options_of_losses(device):
             divergence_of(device, **given)
     with pytest.raises(ValueError, match="save: expected .* with a divergence, got .samples."):
         divergence_of(device, save="samples", gradient_eps=0.1)
-    for kind in (0.0, 1.5, 4.0, float("nan")):
-        with pytest.raises(ValueError, match="divergence: expected 1 to 3, got"):
-            divergence_of(device, [kind, *DIVERGENCE[1:]])
+    for kind in (-1, 4):
+        with pytest.raises(ValueError, match="divergence: expected 0 to 3, got"):
+            divergence_of(device, divergence=kind)
+
+
+def test_raw_forward_has_a_divergence_and_a_teacher_or_neither(device):
+    x, w, target = (t.detach() for t in leaves(device))
+    arguments, teacher = raw.forward(x, w, target, "grads"), [None] * 4
+    for place, name in enumerate(("input", "weight", "bias", "temperature")):
+        given = [*teacher[:place], x, *teacher[place + 1 :]]
+        with pytest.raises(ValueError, match=f"teacher_{name}: expected None without"):
+            torch.ops.flce.forward(*arguments, *given)
+    arguments = raw.forward(x, w, target, "grads", divergence=1)
+    with pytest.raises(ValueError, match="teacher_input: expected a tensor with a divergence"):
+        torch.ops.flce.forward(*arguments)
+    made = torch.ops.flce.forward(*raw.forward(x, w, target, "stats"))
+    arguments = raw.backward(raw.forward(x, w, target, "stats", divergence=1), made, torch.ones(()))
+    with pytest.raises(ValueError, match="divergence: expected 0 in an operator without"):
+        torch.ops.flce.backward(*arguments)
 
 
 def sampled_backward(device, damage=None, **changed):

@@ -65,6 +65,10 @@ def opcheck_forward(device):
     ids = torch.zeros(*target.shape, 2, dtype=torch.int64, device=target.device)
     yield raw.forward(x, w, target, "nothing", classes=ids, grads=(False, False, False)), {}
     yield raw.forward(x, w, target, "nothing", topk=3, grads=(False, False, False)), {}
+    teacher = x, w / 2, None, None
+    for save, grads in (("grads", every), ("nothing", (False,) * 3)):
+        options = {"bias": b, "max_memory": BUDGET, "grads": grads, "divergence": 1}
+        yield (*raw.forward(x, w, target, save, **options), *teacher), {}
 
 
 def sampled_forward(x, w, b, target):
@@ -151,19 +155,15 @@ def opcheck_cross_entropy_backward(device):
 def opcheck_linear_divergence(device):
     """A teacher's head and, for rows and in the backward, its logits."""
     x, w, b, target = sample_tensors(device)
-    teacher, numbers = (x.detach(), w.detach() / 2, b.detach()), [3.0, 0.3, 0.2, 5.0, 1.0, 1.0]
-    yield (x, w, target, *teacher, None, numbers), {"linear_bias": b, "max_memory": BUDGET}
-    logits, numbers = torch.randn(len(x), len(w), device=device), [2.0, 0.5, 0.0, 0.0, 1.0, 2.0]
-    yield (x, w, target, logits, None, None, None, numbers), {"reduction": "none"}
-    yield (x, w, target, logits, None, None, None, numbers), {"save": "stats"}
-
-
-def opcheck_divergence(device):
-    x, w, b, target = sample_tensors(device)
-    teacher = x.detach(), w.detach() / 2, None, None, [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
-    for save, grads in (("grads", (True,) * 3), ("nothing", (False,) * 3)):
-        lists = raw.settings(save, max_memory=BUDGET, grads=grads)
-        yield (x, w, target, b, None, None, None, None, *teacher, *lists), {}
+    head = {"teacher_weight": w.detach() / 2, "teacher_bias": b.detach(), "teacher_softcap": 5.0}
+    head |= {"divergence": "jsd", "beta": 0.3, "hard_weight": 0.2}
+    yield (x, w, target, x.detach()), {"linear_bias": b, "max_memory": BUDGET, **head}
+    logits = torch.randn(len(x), len(w), device=device)
+    temperature = {"divergence": "reverse_kl", "teacher_temperature": 2.0}
+    yield (x, w, target, logits), {"reduction": "none", **temperature}
+    yield (x, w, target, logits), {"save": "stats", **temperature}
+    of_rows = {"token_teacher_temperature": torch.rand(len(x), device=device) + 0.5}
+    yield (x, w, target, logits), of_rows
 
 
 # One for every operator that takes tensors; test_every_op_has_a_sample checks that.
@@ -173,7 +173,6 @@ OPCHECK_SAMPLES = {
     if name.startswith("opcheck_")
 }
 TRACED = ("forward", "backward", "scaled", "cross_entropy_forward", "cross_entropy_backward")
-TRACED += ("divergence",)
 OPCHECK_SAMPLES |= {f"graph_{name}": OPCHECK_SAMPLES[name] for name in TRACED}
 # Operators without tensors: opcheck does not apply, they have no fake and no gradient.
 WITHOUT_TENSORS = "describe plan option_names cpu_variant cuda_describe gemm_count"

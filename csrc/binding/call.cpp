@@ -238,16 +238,16 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
                            Call* call) {
   flce_problem* problem = &call->problem;
   try {
-    expect_device("input", given.input, call->id, "input");
-    bind_operands({given.input, *given.linear_weight, given.linear_bias}, call);
+    expect_device("input", *given.input, call->id, "input");
+    bind_operands({*given.input, *given.linear_weight, given.linear_bias}, call);
     choose_teacher_dtypes(options, problem);
     ScalarType own = to_scalar_type(student.problem.dtype);
     if (problem->dtype != student.problem.dtype)
       refuse("input", "the dtype of the student's, " + dtype_text(own),
-             dtype_text(type_of(given.input)), FLCE_INVALID_TYPE);
+             dtype_text(type_of(*given.input)), FLCE_INVALID_TYPE);
     std::vector<int64_t> rows = leading_shape(student.input());
     rows.push_back(problem->hidden);
-    expect_shape("input", given.input, rows, ", that of the student's but for the last dimension");
+    expect_shape("input", *given.input, rows, ", that of the student's but for the last dimension");
   } catch (const Failure& failure) {
     std::string text = failure.message(), prefix = "linear_";
     if (text.rfind(prefix, 0) == 0) text = text.substr(prefix.size());
@@ -282,13 +282,6 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   call->tensors.input = call->pointer("teacher_logits", logits, to_scalar_type(problem->dtype));
 }
 
-/* `number`: one of flce_divergence. */
-flce_divergence divergence_of(double number) {
-  for (int kind = 1; kind <= FLCE_DIVERGENCE_COUNT; kind++)
-    if (number == kind) return static_cast<flce_divergence>(kind);
-  refuse("divergence", "1 to " + std::to_string(FLCE_DIVERGENCE_COUNT), std::to_string(number));
-}
-
 }  // namespace
 
 flce_problem teacher_of(const flce_problem& student) {
@@ -317,6 +310,12 @@ flce_problem teacher_of(const flce_problem& student) {
   problem.kept_memory = student.kept_memory;
   problem.saves_memory = student.saves_memory;
   return problem;
+}
+
+void expect_no_divergence(const PackedOptions& options) {
+  if (options.problem.divergence != FLCE_NO_DIVERGENCE)
+    refuse("divergence", "0 in an operator without a teacher",
+           std::to_string(options.problem.divergence));
 }
 
 void choose_teacher_dtypes(const PackedOptions& options, flce_problem* teacher) {
@@ -385,32 +384,27 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   return call;
 }
 
-Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student) {
-  const std::vector<double>& numbers = given.numbers;
-  expect_tensor(given.linear_weight ? "teacher_input" : "teacher_logits", given.input);
-  if (numbers.size() != 6) refuse("teacher", "6 numbers", std::to_string(numbers.size()));
-  student->problem.divergence = divergence_of(numbers[0]);
-  student->problem.beta = numbers[1];
-  student->problem.hard_weight = numbers[2];
+Call make_teacher(const Teacher& given, const PackedOptions& options, const Call& student) {
+  expect_tensor(given.linear_weight ? "teacher_input" : "teacher_logits", *given.input);
   Call call;
-  call.problem = teacher_of(student->problem);
-  call.id = student->id;
-  call.shape = student->shape;
+  call.problem = teacher_of(student.problem);
+  call.id = student.id;
+  call.shape = student.shape;
   flce_problem* problem = &call.problem;
-  problem->loss.softcap = numbers[3];
-  problem->loss.logit_scale = numbers[4];
-  problem->loss.temperature = numbers[5];
+  problem->loss.softcap = options.teacher.softcap;
+  problem->loss.logit_scale = options.teacher.logit_scale;
+  problem->loss.temperature = options.teacher.temperature;
   if (!given.linear_weight && given.linear_bias)
     refuse("teacher_bias", "None with teacher_logits, which contain it",
            "shape " + shape_of_text(*given.linear_bias));
   if (given.linear_weight)
-    bind_teacher_operands(given, arguments.options, *student, &call);
+    bind_teacher_operands(given, options, student, &call);
   else
-    bind_teacher_logits(given.input, &call);
+    bind_teacher_logits(*given.input, &call);
   problem->has_temperature = given.temperature.has_value();
   call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
                                          ", a number for each row of input", &call);
-  int64_t own = student->problem.weight_rows, vocab = problem->vocab, rows = problem->weight_rows;
+  int64_t own = student.problem.weight_rows, vocab = problem->vocab, rows = problem->weight_rows;
   if (rows != own && (vocab == own || rows < vocab)) /* beyond valid_vocab they may differ */
     refuse(problem->gives_logits ? "teacher_logits" : "teacher_weight",
            std::to_string(own) + " classes, those of linear_weight", std::to_string(rows));
@@ -420,6 +414,7 @@ Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* student
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options) {
   Call call;
   expect_tensor("logits", logits);
+  expect_no_divergence(options);
   call.problem = options.problem;
   call.id = device_of(logits);
   check_first("logits", logits, call.id);

@@ -19,12 +19,10 @@ struct Operands {
   OptionalTensor linear_bias;
 };
 
-/* The teacher of a divergence: its operands, or its logits (..., V) as `input` alone. `numbers`:
- * flce_divergence, beta, hard_weight, and softcap, logit_scale and temperature of the teacher. */
+/* The teacher of a divergence: its operands, or its logits (..., V) as `input` alone; and the
+ * temperature of each row, or none. Without a divergence all are none. */
 struct Teacher {
-  Tensor input;
-  OptionalTensor linear_weight, linear_bias, temperature;
-  std::vector<double> numbers;
+  OptionalTensor input, linear_weight, linear_bias, temperature;
 };
 
 /* The arguments of an operator after its tensors. rows: nullopt: all; on the CPU those that are not
@@ -65,8 +63,11 @@ struct Call {
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
 
-/* The teacher's part of a call of a divergence, to which it is added. */
-Call make_teacher(const Teacher& given, const CallArgs& arguments, Call* call);
+/* The teacher's part of the call of a divergence. */
+Call make_teacher(const Teacher& given, const PackedOptions& options, const Call& student);
+
+/* Refuses a divergence, to an operator that has no teacher. */
+void expect_no_divergence(const PackedOptions& options);
 
 /* The problem of a divergence's teacher before its operands: it has the student's rows and classes,
  * and makes no gradients. */

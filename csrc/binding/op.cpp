@@ -113,16 +113,43 @@ void bind_seed(const OptionalTensor& seed, const flce_plan& plan, Call* call) {
   call->tensors.seed = static_cast<const int64_t*>(seed->const_data_ptr());
 }
 
+/* The teacher of a divergence; nullopt for a loss, which has none. */
+std::optional<Call> teacher_call(const Teacher& given, const PackedOptions& options,
+                                 const Call& student) {
+  bool compares = student.problem.divergence != FLCE_NO_DIVERGENCE;
+  if (compares && !given.input) refuse("teacher_input", "a tensor with a divergence", "None");
+  const std::pair<const char*, const OptionalTensor&> tensors[] = {
+      {"teacher_input", given.input},
+      {"teacher_weight", given.linear_weight},
+      {"teacher_bias", given.linear_bias},
+      {"teacher_temperature", given.temperature}};
+  for (const auto& [name, tensor] : tensors)
+    if (tensor && !compares) refuse(name, "None without a divergence", "a tensor");
+  if (!compares) return std::nullopt;
+  return make_teacher(given, options, student);
+}
+
 ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
                       OptionalTensor weight, OptionalTensor token_weight,
                       OptionalTensor token_temperature, OptionalTensor num_items,
                       OptionalTensor seed, OptionalTensor classes,
                       std::optional<int64_t> valid_vocab, std::optional<int64_t> rows,
                       std::vector<int64_t> integers, std::vector<double> numbers,
-                      std::optional<std::string> group) {
-  Call call = make_call({input, linear_weight, linear_bias},
-                        {target, weight, token_weight, token_temperature, num_items, classes},
-                        {valid_vocab, rows, unpack_options(integers, numbers)});
+                      std::optional<std::string> group, OptionalTensor teacher_input,
+                      OptionalTensor teacher_weight, OptionalTensor teacher_bias,
+                      OptionalTensor token_teacher_temperature) {
+  CallArgs arguments = {valid_vocab, rows, unpack_options(integers, numbers)};
+  Call call =
+      make_call({input, linear_weight, linear_bias},
+                {target, weight, token_weight, token_temperature, num_items, classes}, arguments);
+  std::optional<Call> teacher =
+      teacher_call({teacher_input, teacher_weight, teacher_bias, token_teacher_temperature},
+                   arguments.options, call);
+  if (teacher) {
+    call.problem.teacher = &teacher->problem;
+    call.tensors.teacher = &teacher->tensors;
+    call.teacher_input = teacher->input();
+  }
   Device device(call.id, call.allow_tf32);
   if (classes && call.problem.topk > 0)
     refuse("topk", "0 with classes", std::to_string(call.problem.topk));
@@ -130,36 +157,6 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   bind_seed(seed, plan, &call);
   try {
     return run_forward(device, plan, input, group, &call);
-  } catch (const Failure& failure) {
-    rethrow_with_advice(failure, device, call.problem, plan);
-  }
-}
-
-/* The forward of a divergence, whose gradients are made in it. */
-std::tuple<Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor> divergence(
-    Tensor input, Tensor linear_weight, Tensor target, OptionalTensor linear_bias,
-    OptionalTensor token_weight, OptionalTensor token_temperature, OptionalTensor num_items,
-    OptionalTensor seed, Tensor teacher_input, OptionalTensor teacher_weight,
-    OptionalTensor teacher_bias, OptionalTensor teacher_temperature, std::vector<double> teacher,
-    std::optional<int64_t> valid_vocab, std::optional<int64_t> rows, std::vector<int64_t> integers,
-    std::vector<double> numbers, std::optional<std::string> group) {
-  CallArgs arguments = {valid_vocab, rows, unpack_options(integers, numbers)};
-  Call call = make_call(
-      {input, linear_weight, linear_bias},
-      {target, std::nullopt, token_weight, token_temperature, num_items, std::nullopt}, arguments);
-  Call other =
-      make_teacher({teacher_input, teacher_weight, teacher_bias, teacher_temperature, teacher},
-                   arguments, &call);
-  call.problem.teacher = &other.problem;
-  call.tensors.teacher = &other.tensors;
-  call.teacher_input = other.input();
-  Device device(call.id, call.allow_tf32);
-  flce_plan plan = device.plan(call.problem);
-  bind_seed(seed, plan, &call);
-  try {
-    auto [loss, stats, scalars, predictions, saved, grad_input, grad_weight, grad_bias, logits,
-          classes] = run_forward(device, plan, input, group, &call);
-    return {loss, scalars, grad_input, grad_weight, grad_bias};
   } catch (const Failure& failure) {
     rethrow_with_advice(failure, device, call.problem, plan);
   }
@@ -259,6 +256,7 @@ Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor
 Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Operands& operands,
                          const LossTensors& loss, const CallArgs& arguments,
                          const std::optional<std::string>& group) {
+  expect_no_divergence(arguments.options);
   Call call = make_call(operands, loss, arguments);
   if (added) bind_added(*added, &call);
   if (kept.saved) call.tensors.saved = kept.saved->mutable_data_ptr();
@@ -409,17 +407,11 @@ FLCE_LIBRARY(m) {
       "forward(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
       "Tensor? weight, Tensor? token_weight, Tensor? token_temperature, "
       "Tensor? num_items, Tensor? seed, Tensor? classes, " OPTIONS_SCHEMA
-      ") -> (Tensor loss, Tensor? stats, Tensor? scalars, Tensor? predictions, "
+      ", Tensor? teacher_input=None, Tensor? teacher_weight=None, Tensor? teacher_bias=None, "
+      "Tensor? token_teacher_temperature=None) -> (Tensor loss, Tensor? stats, Tensor? scalars, "
+      "Tensor? predictions, "
       "Tensor? saved, Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias, "
       "Tensor? class_logits, Tensor? top_classes)");
-  m.def(
-      "divergence(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
-      "Tensor? token_weight, Tensor? token_temperature, Tensor? num_items, Tensor? seed, "
-      "Tensor teacher_input, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? "
-      "teacher_temperature, "
-      "float[] teacher, " OPTIONS_SCHEMA
-      ") -> (Tensor loss, Tensor? scalars, Tensor? grad_input, Tensor? grad_weight, "
-      "Tensor? grad_bias)");
   m.def("backward(" BACKWARD_SCHEMA
         ") -> (Tensor? grad_input, Tensor? grad_weight, Tensor? grad_bias)");
   m.def("backward_into(Tensor(a!) grad_weight_into, " BACKWARD_SCHEMA
@@ -446,7 +438,6 @@ FLCE_LIBRARY(m) {
 
 static void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
-  m.impl("divergence", TORCH_BOX(&divergence));
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("backward_into", TORCH_BOX(&backward_into));
   m.impl("scale_", TORCH_BOX(&scale_));

@@ -9,7 +9,8 @@ namespace {
 constexpr const char* kIntegerNames[] = {FLCE_INTEGERS(FLCE_NAME)};
 #undef FLCE_NAME
 #define FLCE_NAME(name, ...) #name,
-constexpr const char* kNumberNames[] = {FLCE_LOSS_NUMBERS(FLCE_NAME) "gradient_eps"};
+constexpr const char* kNumberNames[] = {FLCE_LOSS_NUMBERS(FLCE_NAME) "gradient_eps",
+                                        FLCE_DIVERGENCE_NUMBERS(FLCE_NAME)};
 #undef FLCE_NAME
 
 void expect_count(const char* name, size_t got, size_t expected) {
@@ -81,6 +82,17 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   problem->want_grad_bias = read.flag(IntegerSlot::grad_bias);
 }
 
+void read_divergence(const Reader& read, PackedOptions* options) {
+  flce_problem* problem = &options->problem;
+  problem->divergence = static_cast<flce_divergence>(
+      read.choice(IntegerSlot::divergence, FLCE_NO_DIVERGENCE, FLCE_DIVERGENCE_COUNT));
+  problem->beta = read.number(NumberSlot::beta);
+  problem->hard_weight = read.number(NumberSlot::hard_weight);
+  options->teacher = {read.number(NumberSlot::teacher_softcap),
+                      read.number(NumberSlot::teacher_logit_scale),
+                      read.number(NumberSlot::teacher_temperature)};
+}
+
 constexpr int64_t kMostRanks = 1 << 20;
 
 void read_shard(const Reader& read, flce_problem* problem) {
@@ -116,6 +128,7 @@ PackedOptions unpack_options(const std::vector<int64_t>& integers,
   read_loss(read, &options.problem);
   read_strategy(read, &options.problem);
   read_shard(read, &options.problem);
+  read_divergence(read, &options);
   options.problem.frozen_hidden = read.least(IntegerSlot::frozen_hidden, 0);
   options.problem.first_token = read.least(IntegerSlot::first_token, 0);
   options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);

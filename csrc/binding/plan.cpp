@@ -66,18 +66,19 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
   return problem;
 }
 
-/* The problem of the teacher, where there is one; `student` becomes that of a divergence. */
+/* The problem of the teacher of a divergence, which the options name or, as no size depends on
+ * which one it is, the teacher's sizes alone. */
 std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
                                         const PackedOptions& options, flce_problem* student) {
-  if (hidden == 0 && logits < 0) return std::nullopt;
-  student->divergence = FLCE_FORWARD_KL; /* no size depends on which one it is */
-  student->beta = 0.5;
+  bool has_sizes = hidden != 0 || logits >= 0;
+  if (!student->divergence && !has_sizes) return std::nullopt;
+  if (!student->divergence) student->divergence = FLCE_FORWARD_KL;
   flce_problem problem = teacher_of(*student);
   if (logits >= 0) {
     set_teacher_logits(static_cast<flce_dtype>(logits), student->weight_rows, &problem);
     return problem;
   }
-  problem.hidden = hidden;
+  problem.hidden = hidden != 0 ? hidden : 1;
   problem.has_bias = false;
   choose_teacher_dtypes(options, &problem);
   return problem;

@@ -6,8 +6,7 @@ from typing_extensions import Unpack
 
 from .. import functional
 from ..options import Divergence, DivergenceOptions, show_options
-from ..packing import DIVERGENCES
-from ..validate import check_number, check_tensor, local_replica, refuse
+from ..validate import check_tensor, local_replica, refuse
 from .sparse import Tail, sparse_divergence
 
 
@@ -77,45 +76,39 @@ def linear_divergence(
     ):
         expected = "teacher_input and teacher_weight, or teacher_logits"
         refuse("teacher_input", expected, "another combination of the three", TypeError)
-    if divergence not in DIVERGENCES:
-        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
-    how = divergence, beta
     if isinstance(teacher_logits, tuple):
         others = target, hard_weight or None, teacher_bias, teacher_softcap, teacher_temperature
         others += (None if teacher_logit_scale == 1.0 else teacher_logit_scale,)
         _check_known_classes(teacher_logits, others)
         known = [local_replica("teacher_logits", tensor) for tensor in teacher_logits]
         of_student = functional.with_local_factors(options)
-        return sparse_divergence(input, linear_weight, *known, *how, tail, of_student)
+        how = divergence, beta, tail
+        return sparse_divergence(input, linear_weight, *known, *how, of_student)
     if hard_weight and target is None:
         refuse("target", "classes with hard_weight", None)
     if target is None:
         check_tensor("input", input)
         target = input.new_zeros(input.shape[:-1], dtype=torch.int64)
         options["ignore_index"] = -100
-    temperature = teacher_temperature
-    if temperature is None:
-        temperature = options.get("temperature", 1.0)
-    temperature, of_rows = _temperature_of(temperature, target)
-    if teacher_softcap == 0.0:
-        refuse("teacher_softcap", "a positive finite number or None", teacher_softcap)
-    cap = 0.0 if teacher_softcap is None else check_number("teacher_softcap", teacher_softcap)
-    numbers = {"beta": beta, "hard_weight": hard_weight, "teacher_softcap": cap}
-    numbers |= {"teacher_logit_scale": teacher_logit_scale, "teacher_temperature": temperature}
-    numbers = [check_number(name, value) for name, value in numbers.items()]
-    numbers = [1.0 + DIVERGENCES.index(divergence), *numbers]
-    of_teacher = teacher_input if teacher_logits is None else teacher_logits
+    if teacher_temperature is None:
+        teacher_temperature = options.get("temperature", 1.0)
+    of_teacher = {
+        "divergence": divergence,
+        "beta": beta,
+        "hard_weight": hard_weight,
+        "teacher_weight": teacher_weight,
+        "teacher_bias": teacher_bias,
+        "teacher_softcap": teacher_softcap,
+        "teacher_logit_scale": teacher_logit_scale,
+        "teacher_temperature": _known_temperature(teacher_temperature, target),
+    }
     operands = (
         input,
         linear_weight,
         target,
-        of_teacher,
-        teacher_weight,
-        teacher_bias,
-        of_rows,
-        numbers,
+        teacher_input if teacher_logits is None else teacher_logits,
     )
-    return functional.divergence_of(*operands, **options)
+    return functional.divergence_of(*operands, **of_teacher, **options)
 
 
 def _check_known_classes(teacher_logits, others):
@@ -128,11 +121,10 @@ def _check_known_classes(teacher_logits, others):
         refuse("teacher_logits", "(ids, log-probabilities)", f"{len(teacher_logits)} of them")
 
 
-def _temperature_of(temperature, target):
-    """(a number, the temperature of each row or None)"""
-    if isinstance(temperature, torch.Tensor) and temperature.dim() == 0 and temperature.is_cpu:
-        # As the student's: its value is known, and checked.
-        temperature = temperature if torch.compiler.is_compiling() else temperature.item()
-    if not isinstance(temperature, torch.Tensor):
-        return temperature, None
-    return 1.0, temperature.expand(target.shape) if temperature.dim() == 0 else temperature
+def _known_temperature(temperature, target):
+    """A number where the value is known, as of the student's; else that of each row."""
+    if not isinstance(temperature, torch.Tensor) or temperature.dim() > 0:
+        return temperature
+    if temperature.is_cpu and not torch.compiler.is_compiling():
+        return temperature.item()
+    return temperature.expand(target.shape)

@@ -56,6 +56,8 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     caller = {"call": "linear_divergence of K classes", "ids": ids, "teacher_logits": logprobs}
     caller |= {"divergence": divergence, "beta": beta, "tail": tail, **options}
     options = dict(options)
+    if divergence not in DEFINITIONS:
+        validate.refuse("divergence", f"one of {tuple(DEFINITIONS)}", repr(divergence))
     if tail not in TAILS:
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
     if not 0.0 < validate.check_number("beta", beta) < 1.0:

@@ -99,7 +99,7 @@ def _local(value, has_adapter):
 def local_call(function, operands, options):
     """The operands and options of a call with DTensors as those of a call with vocab_parallel.
     `function`: a functional.Function."""
-    tensors = function.tensors(operands)
+    tensors = function.named(operands, options)
     arguments = tensors | options
     first = next(name for name, value in arguments.items() if is_dtensor(value))
     if function.operator == "cross_entropy":
@@ -116,7 +116,6 @@ def local_call(function, operands, options):
     if sequence and (input.dim() < 2 or input.shape[0] % ranks != 0):
         expected = f"a first dimension that {ranks} ranks share equally, with Shard(dim=0)"
         validate.refuse("input", expected, f"shape {tuple(input.shape)}")
-    numbers = operands[len(tensors) :]  # of a divergence
     options = {name: local[name] for name in options}
     options["vocab_parallel"] = VocabParallel(mesh, vocab=weight.shape[0], sequence=sequence)
-    return (*(local[name] for name in tensors), *numbers), options
+    return tuple(local[name] for name in tensors), options

@@ -6,10 +6,10 @@ import typing
 import torch
 import torch.distributed as dist
 
-from .. import calls, fakes, torch_private, validate
+from .. import calls, fakes, operators, torch_private, validate
 from ..modes import is_traced
 from ..options import CHOICES, DTYPES, defaults
-from ..packing import DIVERGENCES, INTEGERS, NUMBERS, TEACHER_NUMBERS, Shard
+from ..packing import DIVERGENCES, INTEGERS, NUMBERS, Shard
 from ..targets import process_group
 from . import collectives, inductor
 
@@ -21,6 +21,7 @@ _NAMED = {"input_is_sharded": "sequence", "partial_grad_input": "reduce_input_gr
 _NAMED |= {"wide_terms": "reduce_dtype", "accumulates": "accumulate_into"}
 _FLAGS = [name for name in INTEGERS if name.startswith(("grad_", "wants_"))]
 _VALUES = {**CHOICES, **dict.fromkeys(_FLAGS, (False, True)), "partial_grad_input": (True, False)}
+_VALUES["divergence"] = (None, *DIVERGENCES)
 _VALUES |= dict.fromkeys(("accum_dtype", "logits_dtype"), (*DTYPES, None))  # None is -1
 # What is not compared: a rank's number, class range and group; the seeds of its own classes; the
 # layout of the list of integers; rows and valid_bound, of which _rows_of is compared.
@@ -196,21 +197,18 @@ def _described(name, value):
 def _of_operator(call):
     """The pairs of a name and what is compared of an operator's arguments."""
     names = (argument.name for argument in calls.operator_of(call)._schema.arguments)
-    arguments = dict(zip(names, calls.flat(call), strict=True))
-    arguments["temperature"] = arguments.pop("token_temperature")
-    lists = {"integers": (INTEGERS, {}), "numbers": (NUMBERS, {})}
-    lists["teacher"] = TEACHER_NUMBERS, {"divergence": (None, *DIVERGENCES)}
-    if arguments.get("teacher_weight", 0) is None:  # logits, of all classes or of a rank's
+    arguments = dict(zip(names, calls.flat(call), strict=False))  # a teacher's may be missing
+    lists = {"integers": INTEGERS, "numbers": NUMBERS}
+    if call.teacher and call.teacher.weight is None:  # logits, of all classes or of a rank's
         logits = arguments.pop("teacher_input")
         yield "teacher_logits", logits[..., :0]
     for name, value in arguments.items():
         if name not in lists:
-            yield name, value
+            yield operators.OPTION_OF.get(name, name), value
             continue
-        names, values = lists[name]
-        for item, number in zip(names, value, strict=False):  # the last integer is the layout
-            chosen = {**_VALUES, **values}.get(item)
-            number = number if chosen is None else chosen[int(number)]
+        for item, number in zip(lists[name], value, strict=False):  # the last one is the layout
+            values = _VALUES.get(item)
+            number = number if values is None else values[int(number)]
             yield _NAMED.get(item, item), number
 
 
