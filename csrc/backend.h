@@ -34,13 +34,13 @@ struct flce_backend {
    * that is NULL. `overlaps`: the kernel queued before this call is one of the backend's own and
    * touches none of these arrays, so this call may run concurrently with it (PDL). CPU:
    * FLCE_TARGET_OUT_OF_RANGE names row, value and range; FLCE_INVALID_ARGUMENT if more rows are
-   * valid than problem->rows. Both are found before anything is written. CUDA: nothing is checked;
-   * INV_DENOM is NaN in the second case. */
+   * valid than problem->shape.rows. Both are found before anything is written. CUDA: nothing is
+   * checked; INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, int dw_fp16_shift, bool overlaps);
 
-  /* The first problem->rows elements of `index` (facts.compact_bytes in all) become the rows of
-   * target[N] that are not ignored, ascending, then -1. */
+  /* The first problem->shape.rows elements of `index` (facts.compact_bytes in all) become the rows
+   * of target[N] that are not ignored, ascending, then -1. */
   flce_status (*compact_rows)(void* self, const flce_problem* problem, const int64_t* target,
                               void* index);
   /* Writes the results of rows that compact_rows leaves out. `rows` has index NULL and all N rows.

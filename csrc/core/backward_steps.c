@@ -17,12 +17,12 @@ flce_status flce_upstream_coefficients(const execution* e, const chunk* c) {
   float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
   if (!scale) return FLCE_OK;
   flce_rows rows = rows_of(e, c);
-  CALL(e, scale_coefficients, &rows, c->coef, scale, e->problem->want_grad_bias ? c->rows : 0);
+  CALL(e, scale_coefficients, &rows, c->coef, scale, e->problem->wants.grad_bias ? c->rows : 0);
   return FLCE_OK;
 }
 
 flce_status flce_recompute_logits(const execution* e, const chunk* c) {
-  if (e->problem->vocab == 0) return FLCE_OK;
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
   FLCE_TRY(flce_copy_input(e, c));
   return flce_run_logits_gemm(e, c);
 }
@@ -38,23 +38,24 @@ static flce_status write_gradient(const execution* e, const chunk* c, double sca
   rows.wants_entropy = e->tensors->grad_entropy != NULL;
   rows.has_tail_gradient = e->tensors->grad_tail != NULL;
   CALL(e, grad_rows, &rows, scale, true, from_exp);
-  if (e->problem->has_grad_classes)
+  if (e->problem->backward.has_grad_classes)
     CALL(e, class_gradients, &rows, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
   return FLCE_OK;
 }
 
 flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
-  return e->problem->vocab == 0 ? FLCE_OK : write_gradient(e, c, 1.0, false);
+  return e->problem->shape.vocab == 0 ? FLCE_OK : write_gradient(e, c, 1.0, false);
 }
 
 flce_status flce_dz_of_saved(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
-  if (plan->form == FLCE_FORM_EXP || e->problem->vocab == 0) return FLCE_OK;
+  if (plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
   return write_gradient(e, c, saved_exp_scale(plan), plan->saves_exp);
 }
 
 flce_status flce_order_targets(const execution* e) {
   void* order = buffer_ptr(e, FLCE_BUF_ORDER);
-  if (order && e->problem->vocab > 0) CALL(e, order_targets, e->problem, e->tensors->target, order);
+  if (order && e->problem->shape.vocab > 0)
+    CALL(e, order_targets, e->problem, e->tensors->target, order);
   return FLCE_OK;
 }

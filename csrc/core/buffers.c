@@ -62,7 +62,7 @@ static int64_t gradient_rows(const flce_plan* plan) {
 /* ---- the caller's tensors ---- */
 
 static void list_results(const flce_problem* problem, flce_plan* plan) {
-  const int64_t n = problem->tokens, of_classes = n * problem->row_classes;
+  const int64_t n = problem->shape.tokens, of_classes = n * problem->wants.row_classes;
   const int64_t stat = stat_size(plan), index = sizeof(int64_t);
   const bool saves = plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_SAMPLES;
   const int64_t saved_row = plan->saved_pitch * flce_size_of(plan->saved_dtype);
@@ -71,9 +71,9 @@ static void list_results(const flce_problem* problem, flce_plan* plan) {
       {FLCE_BUF_LOSS, true, KEPT, (problem->reduction == FLCE_NONE ? n : 1) * stat},
       {FLCE_BUF_STATS, true, statistics, FLCE_STAT_ROWS * n * stat},
       {FLCE_BUF_SCALARS, true, statistics, FLCE_SCALAR_COUNT * stat},
-      {FLCE_BUF_SAVED, saves, KEPT, problem->rows * saved_row},
-      {FLCE_BUF_PREDICTIONS, problem->wants_predictions, KEPT, n * index},
-      {FLCE_BUF_CLASSES, problem->topk > 0, KEPT, of_classes * index},
+      {FLCE_BUF_SAVED, saves, KEPT, problem->shape.rows * saved_row},
+      {FLCE_BUF_PREDICTIONS, problem->wants.predictions, KEPT, n * index},
+      {FLCE_BUF_CLASSES, problem->wants.topk > 0, KEPT, of_classes * index},
       {FLCE_BUF_CLASS_LOGITS, true, KEPT, of_classes * stat},
   };
   ADD_ROWS(plan, rows);
@@ -85,17 +85,17 @@ static int64_t rounded_bytes(bool exists, int64_t elements, flce_dtype kept, flc
 }
 
 static void list_gradients(const flce_problem* problem, flce_plan* plan) {
-  const bool any = plan->save != FLCE_SAVE_NOTHING, dx = any && problem->want_grad_input;
-  const bool dw = any && problem->want_grad_weight && !problem->adds_grad_weight;
-  const bool db = any && problem->want_grad_bias;
+  const bool any = plan->save != FLCE_SAVE_NOTHING, dx = any && problem->wants.grad_input;
+  const bool dw = any && problem->wants.grad_weight && !problem->backward.adds_grad_weight;
+  const bool db = any && problem->wants.grad_bias;
   const flce_dtype of_dx = plan->grad_input_dtype, of_dw = plan->grad_weight_dtype;
   const flce_dtype of_db = plan->grad_bias_dtype;
-  const int64_t in_dx = flce_input_rows(problem) * problem->hidden;
-  const int64_t in_dw = problem->weight_rows * flce_grad_weight_cols(problem);
-  const int64_t in_db = problem->weight_rows;
-  const int64_t rounded = rounded_bytes(dx, in_dx, of_dx, problem->input_dtype) +
-                          rounded_bytes(dw, in_dw, of_dw, problem->weight_dtype) +
-                          rounded_bytes(db, in_db, of_db, problem->bias_dtype);
+  const int64_t in_dx = flce_input_rows(problem) * problem->shape.hidden;
+  const int64_t in_dw = problem->shape.weight_rows * flce_grad_weight_cols(problem);
+  const int64_t in_db = problem->shape.weight_rows;
+  const int64_t rounded = rounded_bytes(dx, in_dx, of_dx, problem->dtypes.input) +
+                          rounded_bytes(dw, in_dw, of_dw, problem->dtypes.weight) +
+                          rounded_bytes(db, in_db, of_db, problem->dtypes.bias);
   const unsigned made = plan->save == FLCE_SAVE_GRADS ? KEPT : RETURNED;
   const table_row rows[] = {
       {FLCE_BUF_GRAD_INPUT, dx, made, in_dx * flce_size_of(of_dx)},
@@ -109,10 +109,10 @@ static void list_gradients(const flce_problem* problem, flce_plan* plan) {
 /* ---- what logits and losses need ---- */
 
 static void list_operands(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  const int64_t n = problem->tokens, v = problem->vocab, h = plan->hidden;
+  const int64_t n = problem->shape.tokens, v = problem->shape.vocab, h = plan->hidden;
   const int64_t e = flce_size_of(plan->dtype), stat = stat_size(plan);
   const unsigned both = both_passes(plan);
-  const bool padded = h != problem->hidden, again = plan->save == FLCE_SAVE_STATS;
+  const bool padded = h != problem->shape.hidden, again = plan->save == FLCE_SAVE_STATS;
   /* The backward adds the bias where it reads logits that have none yet. */
   const bool stores_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
   const unsigned bias = again || (stores_z && !plan->gemm_adds_bias) ? both : FORWARD;
@@ -123,10 +123,10 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
   const bool first_copy = plan->gathered_x == FLCE_BUF_GATHERED_X;
   const bool second_copy = again && plan->backward_gathered_x == FLCE_BUF_GATHERED_X;
   const table_row rows[] = {
-      {FLCE_BUF_INPUT_CAST, padded || problem->input_dtype != plan->dtype, both, n * h * e},
-      {FLCE_BUF_WEIGHT_CAST, padded || problem->weight_dtype != plan->dtype, both, v * h * e},
-      {FLCE_BUF_BIAS_CAST, problem->has_bias && problem->bias_dtype != flce_stat_dtype(plan->dtype),
-       bias, v * stat},
+      {FLCE_BUF_INPUT_CAST, padded || problem->dtypes.input != plan->dtype, both, n * h * e},
+      {FLCE_BUF_WEIGHT_CAST, padded || problem->dtypes.weight != plan->dtype, both, v * h * e},
+      {FLCE_BUF_BIAS_CAST,
+       problem->has.bias && problem->dtypes.bias != flce_stat_dtype(plan->dtype), bias, v * stat},
       {FLCE_BUF_INDEX, plan->gathers, both, facts->compact_bytes},
       {FLCE_BUF_GATHERED_X, copies, FORWARD, first_copy ? plan->chunk_rows * copied_row : 0},
       {FLCE_BUF_GATHERED_X, copies, BACKWARD,
@@ -137,7 +137,7 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
 
 /* The rows of the forward's chunks that have logits in the workspace. */
 static int64_t forward_logits_rows(const flce_problem* problem, const flce_plan* plan) {
-  bool elsewhere = plan->z_in_saved || problem->gives_logits || plan->packs;
+  bool elsewhere = plan->z_in_saved || problem->has.logits || plan->packs;
   bool none = plan->fuses_rows && only_statistics(plan);
   return elsewhere || none ? 0 : plan->chunk_rows;
 }
@@ -159,9 +159,10 @@ static void list_logits(const flce_problem* problem, const flce_facts* facts, fl
       {FLCE_BUF_LOGITS, true, FORWARD, logits},
       {FLCE_BUF_LOGITS, true, BACKWARD, backward_logits_bytes(plan)},
       {FLCE_BUF_FUSED, plan->fuses_rows, FORWARD, plan->chunk_rows * facts->fused_row_bytes},
-      {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->tokens * stat_size(plan)},
+      {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->shape.tokens * stat_size(plan)},
       {FLCE_BUF_GEMM, true, both_passes(plan), facts->gemm_workspace_bytes},
-      {FLCE_BUF_TEACHER, problem->teacher != NULL, FORWARD, problem->teacher_bytes},
+      {FLCE_BUF_TEACHER, problem->divergence.teacher != NULL, FORWARD,
+       problem->derived.teacher_bytes},
   };
   ADD_ROWS(plan, rows);
 }
@@ -172,14 +173,14 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
                                flce_plan* plan) {
   const int64_t h = plan->hidden, stat = stat_size(plan);
   const unsigned pass = gradient_pass(plan);
-  const bool exp_form = plan->form == FLCE_FORM_EXP, wants_db = problem->want_grad_bias;
+  const bool exp_form = plan->form == FLCE_FORM_EXP, wants_db = problem->wants.grad_bias;
   const bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   /* Before grad_output is known, the loss scale does what this one does. */
   const bool scales_dz = plan->dtype == FLCE_F16 && !exp_form && pass == BACKWARD;
   const int64_t scale = 4 + (wants_db ? gradient_rows(plan) : 0);
   const bool sums_columns = smooth || (wants_db && !draws_samples(plan));
   const table_row rows[] = {
-      {FLCE_BUF_COEF, true, pass, FLCE_COEF_ROWS * problem->tokens * stat},
+      {FLCE_BUF_COEF, true, pass, FLCE_COEF_ROWS * problem->shape.tokens * stat},
       {FLCE_BUF_DZ_SCALE, scales_dz, pass, scale * stat},
       {FLCE_BUF_SMOOTH, smooth, pass, (2 * h + 1) * stat},
       {FLCE_BUF_COLUMN_SUM, sums_columns, pass, facts->column_sum_bytes},
@@ -190,10 +191,10 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
 /* Where gradients are gathered by lists. */
 static void list_samples(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   const unsigned pass = gradient_pass(plan);
-  const bool of_classes = problem->want_grad_weight || problem->want_grad_bias;
-  const int64_t list = flce_sample_pitch(problem->gradient_eps) * (int64_t)sizeof(int32_t);
+  const bool of_classes = problem->wants.grad_weight || problem->wants.grad_bias;
+  const int64_t list = flce_sample_pitch(problem->sampling.eps) * (int64_t)sizeof(int32_t);
   const table_row rows[] = {
-      {FLCE_BUF_SAMPLES, plan->draws, pass, problem->rows * list},
+      {FLCE_BUF_SAMPLES, plan->draws, pass, problem->shape.rows * list},
       {FLCE_BUF_SAMPLE_ORDER, of_classes, pass, facts->sample_bytes},
   };
   ADD_ROWS(plan, rows);
@@ -202,18 +203,18 @@ static void list_samples(const flce_problem* problem, const flce_facts* facts, f
 /* Where gradients are GEMMs. */
 static void list_gradient_gemms(const flce_problem* problem, const flce_facts* facts,
                                 flce_plan* plan) {
-  const int64_t v = problem->vocab, chunk = gradient_rows(plan), width = plan->weight_hidden;
+  const int64_t v = problem->shape.vocab, chunk = gradient_rows(plan), width = plan->weight_hidden;
   const int64_t e = flce_size_of(plan->dtype), stat = stat_size(plan);
   const int64_t dx_row = plan->hidden * flce_size_of(plan->dx_gemm_dtype);
   const int64_t accum_row = width * flce_size_of(plan->accum_dtype);
   const unsigned pass = gradient_pass(plan);
-  const bool dw = problem->want_grad_weight, db = problem->want_grad_bias;
-  const bool exp_form = plan->form == FLCE_FORM_EXP, padded = plan->hidden != problem->hidden;
+  const bool dw = problem->wants.grad_weight, db = problem->wants.grad_bias;
+  const bool exp_form = plan->form == FLCE_FORM_EXP, padded = plan->hidden != problem->shape.hidden;
   const bool own_dx = plan->dx_gemm_dtype != plan->partial_dx_dtype || plan->gathers || padded;
   const bool own_dw = plan->accum_dtype != plan->grad_weight_dtype || padded;
   const table_row rows[] = {
       {FLCE_BUF_ORDER, exp_form && (dw || db), pass, facts->order_bytes},
-      {FLCE_BUF_DX_ROWS, problem->want_grad_input && own_dx, pass, chunk * dx_row},
+      {FLCE_BUF_DX_ROWS, problem->wants.grad_input && own_dx, pass, chunk * dx_row},
       {FLCE_BUF_SCALED_X, dw && copies_weight_input(problem, plan), pass,
        chunk * plan->input_pitch * e},
       {FLCE_BUF_DW_ACCUM, dw && own_dw, pass, v * accum_row},
@@ -228,25 +229,25 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
 /* ---- what the exchanges of a sharded vocabulary need (shards.c) ---- */
 
 static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
-  const int64_t n = problem->tokens, ranks = problem->ranks, stat = stat_size(plan);
-  const int64_t input_row = problem->hidden * flce_size_of(problem->input_dtype);
+  const int64_t n = problem->shape.tokens, ranks = problem->shard.ranks, stat = stat_size(plan);
+  const int64_t input_row = problem->shape.hidden * flce_size_of(problem->dtypes.input);
   /* Statistics are exchanged for each chunk where what follows reads those of all classes, else for
    * all rows at once. */
   const bool each_chunk = plan->save == FLCE_SAVE_GRADS || plan->save == FLCE_SAVE_SAMPLES;
-  const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->rows;
+  const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;
   const bool sums_dx = makes_gradients(problem) && sums_input(problem);
   const int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
-  const bool own_dx = problem->input_is_sharded || n % ranks != 0 ||
+  const bool own_dx = problem->shard.input_is_sharded || n % ranks != 0 ||
                       plan->partial_dx_dtype != plan->grad_input_dtype;
   const unsigned both = both_passes(plan), pass = gradient_pass(plan);
   const table_row rows[] = {
-      {FLCE_BUF_SHARD_INPUT, problem->input_is_sharded, both, n * input_row},
+      {FLCE_BUF_SHARD_INPUT, problem->shard.input_is_sharded, both, n * input_row},
       {FLCE_BUF_SHARD_TARGET, true, both, n * (int64_t)sizeof(int64_t)},
       {FLCE_BUF_SHARD_SCALARS, true, FORWARD, FLCE_SCALAR_COUNT * stat},
       {FLCE_BUF_SHARD_STATS, true, FORWARD, ranks * statistics},
-      {FLCE_BUF_DIVERGENCE, problem->teacher != NULL, FORWARD, (1 + ranks) * sums},
+      {FLCE_BUF_DIVERGENCE, problem->divergence.teacher != NULL, FORWARD, (1 + ranks) * sums},
       {FLCE_BUF_PARTIAL_DX, sums_dx && own_dx, pass, ranks * block},
       {FLCE_BUF_RECEIVED_DX, sums_dx, pass, ranks * block},
   };
@@ -307,5 +308,6 @@ void flce_list_buffers(const flce_problem* problem, const flce_facts* facts, flc
 /* ---- without a plan ---- */
 
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
-  return FLCE_COEF_ROWS * problem->tokens * flce_size_of(flce_stat_dtype(problem->dtype));
+  return FLCE_COEF_ROWS * problem->shape.tokens *
+         flce_size_of(flce_stat_dtype(problem->dtypes.gemm));
 }

@@ -5,7 +5,7 @@
 #include "core/plan_rules.h"
 
 static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
-  int64_t left = e->problem->rows - first;
+  int64_t left = e->problem->shape.rows - first;
   return (chunk){
       .first = first,
       .rows = left < most_rows ? left : most_rows,
@@ -14,7 +14,7 @@ static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
 }
 
 chunk flce_all_rows(const execution* e) {
-  return chunk_of(e, 0, e->problem->rows);
+  return chunk_of(e, 0, e->problem->shape.rows);
 }
 
 /* The buffer for a chunk's rows of x, if they have to be copied for the logits GEMM because they
@@ -47,8 +47,9 @@ static chunk_matrix saved_rows(const execution* e, int64_t first) {
 static chunk_matrix given_logits(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const void* rows = c->copied_x ? c->copied_x : input_of(e, c);
-  void* data = element_ptr(rows, e->problem->first_logit, plan->dtype);
-  int64_t columns = e->problem->vocab; /* the others are not of this rank, and are not written */
+  void* data = element_ptr(rows, e->problem->shape.first_logit, plan->dtype);
+  int64_t columns =
+      e->problem->shape.vocab; /* the others are not of this rank, and are not written */
   return (chunk_matrix){data, plan->dtype, plan->input_pitch, columns};
 }
 
@@ -62,7 +63,7 @@ chunk flce_chunk_in_place(const execution* e, int64_t first) {
   const flce_plan* plan = e->plan;
   chunk c = chunk_of(e, first, plan->chunk_rows);
   c.copied_x = input_copy(e, plan->gathered_x);
-  if (e->problem->gives_logits) {
+  if (e->problem->has.logits) {
     c.z = given_logits(e, &c);
     return c;
   }

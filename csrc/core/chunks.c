@@ -31,7 +31,7 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
                             const chunk_loop* loop, int64_t rows) {
   enum { COLUMNS = 192 };
   double wave = (double)(facts->multiprocessors * TILE_ROWS * COLUMNS);
-  double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->vocab;
+  double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->shape.vocab;
   return (elements + 0.5 * wave) * (double)loop->hidden;
 }
 
@@ -54,7 +54,7 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts,
       best = fmin(best, (double)waves * size / (double)splits);
     }
   }
-  return best * (double)(facts->multiprocessors * problem->vocab);
+  return best * (double)(facts->multiprocessors * problem->shape.vocab);
 }
 
 /* dW's GEMM of `rows` rows. The mainloop hides part of the traffic of dW, more the longer it is.
@@ -62,7 +62,7 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts,
  * where dW is large: 4096 x 16384 x 128256 took 1.6 % longer in two chunks than in one and 4 %
  * longer in four (benchmarks/NOTES.md, 2026-11-23). */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
-  double elements = (double)problem->vocab * (double)loop->hidden;
+  double elements = (double)problem->shape.vocab * (double)loop->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(loop->accum_dtype) * kAddsPerByte;
   double hidden = 0.58 * products / moves - 0.2;
@@ -73,7 +73,7 @@ static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int
 static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
                            const chunk_loop* loop, int64_t rows) {
   enum { FAST_ELEMENTS = 8 }; /* 16-bit: cuBLASLt's fast kernels need multiples of 16 bytes */
-  double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
+  double effort = kChunkEffort + (problem->shape.vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
   if (loop->makes_dx) effort += dx_effort(problem, facts, loop, rows);
   if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
@@ -83,8 +83,8 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
 /* The modelled time of all chunks of a loop, in multiply-adds. */
 static double loop_effort(const flce_problem* problem, const flce_facts* facts,
                           const chunk_loop* loop, int64_t chunk_rows) {
-  int64_t chunks = ceil_div(problem->rows, chunk_rows);
-  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
+  int64_t chunks = ceil_div(problem->shape.rows, chunk_rows);
+  int64_t last = problem->shape.rows - (chunks - 1) * chunk_rows;
   return (double)(chunks - 1) * chunk_effort(problem, facts, loop, chunk_rows) +
          chunk_effort(problem, facts, loop, last);
 }
@@ -92,7 +92,7 @@ static double loop_effort(const flce_problem* problem, const flce_facts* facts,
 /* The rows of a chunk if there are `chunks` of about equal size, rounded up to whole tiles. (The
  * rounding may leave fewer chunks.) */
 static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
-  return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
+  return min64(round_up(ceil_div(problem->shape.rows, chunks), tile), problem->shape.rows);
 }
 
 /* The chunk rows with the least modelled time, among `fewest` to twice as many chunks: still more
@@ -140,7 +140,7 @@ static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* l
   int64_t of_all = loop->max_memory / max64(loop->row_bytes, 1);
   /* A row of equal shares fits: a rank with more classes must not refuse what the others run. A
    * rank without a class has no logits. */
-  if (of_logits < 1 && problem->chunk_rows == 0)
+  if (of_logits < 1 && problem->derived.chunk_rows == 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
                      (long long)loop->logits_bytes, (long long)loop->max_memory);
@@ -151,18 +151,19 @@ static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* l
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, int64_t* chunk_rows, int64_t* chunks) {
   *chunk_rows = *chunks = 0;
-  if (problem->rows == 0) return FLCE_OK;
+  if (problem->shape.rows == 0) return FLCE_OK;
   int64_t fit = 0;
   FLCE_TRY(fitting_rows(problem, loop, &fit));
   int64_t tile = tile_of(loop, fit);
-  int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);
+  int64_t fewest =
+      fit >= problem->shape.rows ? 1 : ceil_div(problem->shape.rows, fit / tile * tile);
   bool modelled = facts->multiprocessors > 0 && flce_size_of(loop->dtype) == 2 &&
                   tile >= TILE_ROWS && (loop->makes_dx || loop->saves_memory);
-  *chunk_rows = problem->rows;
+  *chunk_rows = problem->shape.rows;
   *chunks = 1;
   if (fewest == 1 && !(modelled && loop->saves_memory)) return FLCE_OK;
   *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
                          : equal_chunks(problem, fewest, tile);
-  *chunks = ceil_div(problem->rows, *chunk_rows);
+  *chunks = ceil_div(problem->shape.rows, *chunk_rows);
   return FLCE_OK;
 }

@@ -10,8 +10,8 @@
 flce_status flce_begin_loss(const execution* e, bool overlaps) {
   FLCE_TRY(flce_prepare(e, buffer_ptr(e, FLCE_BUF_ORDER), overlaps));
   if (e->plan->gathers) {
-    flce_rows all = open_rows(e, 0, e->problem->tokens);
-    CALL(e, blank_rows, &all, e->problem->rows, NULL, e->plan->dtype, 0);
+    flce_rows all = open_rows(e, 0, e->problem->shape.tokens);
+    CALL(e, blank_rows, &all, e->problem->shape.rows, NULL, e->plan->dtype, 0);
   }
   if (e->plan->finds_classes) /* -1, in the rows of no chunk */
     CALL(e, fill, e->tensors->classes, 0xff, e->plan->buffers[FLCE_BUF_CLASSES].bytes);
@@ -19,7 +19,7 @@ flce_status flce_begin_loss(const execution* e, bool overlaps) {
 }
 
 static bool fuses(const execution* e) {
-  return e->plan->fuses_rows && e->problem->vocab > 0;
+  return e->plan->fuses_rows && e->problem->shape.vocab > 0;
 }
 
 flce_fused_call flce_fused_call_of(const execution* e, const chunk* c) {
@@ -31,14 +31,14 @@ flce_fused_call flce_fused_call_of(const execution* e, const chunk* c) {
   call.rows.teacher = c->packed_with;
   /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
    * cheaper than those that the GEMM's epilogue would compute. */
-  if (e->problem->want_grad_input && !e->bias) call.rows.wsum = buffer_ptr(e, FLCE_BUF_SMOOTH);
+  if (e->problem->wants.grad_input && !e->bias) call.rows.wsum = buffer_ptr(e, FLCE_BUF_SMOOTH);
   return call;
 }
 
 flce_status flce_logits(const execution* e, const chunk* c) {
-  if (e->problem->vocab == 0) return FLCE_OK;
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
   FLCE_TRY(flce_copy_input(e, c));
-  if (e->problem->gives_logits) return FLCE_OK;
+  if (e->problem->has.logits) return FLCE_OK;
   if (fuses(e)) {
     flce_fused_call call = flce_fused_call_of(e, c);
     flce_count_gemm();
@@ -98,7 +98,7 @@ static flce_status sum_tail(const execution* e, const chunk* c) {
 }
 
 flce_status flce_statistics(const execution* e, const chunk* c) {
-  if (e->problem->vocab == 0) return FLCE_OK;
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
   if (fuses(e)) {
     FLCE_TRY(fused_statistics(e, c));
     FLCE_TRY(find_classes(e, c, e->plan->form == FLCE_FORM_EXP));
@@ -112,7 +112,7 @@ flce_status flce_statistics(const execution* e, const chunk* c) {
 
 flce_status flce_statistics_and_exp(const execution* e, const chunk* c) {
   bool by_row_pass = e->plan->form == FLCE_FORM_EXP && !e->plan->fuses_rows;
-  if (!by_row_pass || e->problem->vocab == 0) return flce_statistics(e, c);
+  if (!by_row_pass || e->problem->shape.vocab == 0) return flce_statistics(e, c);
   flce_rows rows = flce_local_rows(e, c);
   set_out(&rows, &c->out);
   FLCE_TRY(find_classes(e, c, false)); /* before E overwrites the logits */
@@ -122,7 +122,8 @@ flce_status flce_statistics_and_exp(const execution* e, const chunk* c) {
 
 flce_status flce_save_exp(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
-  if (plan->form == FLCE_FORM_EXP || !plan->saves_exp || e->problem->vocab == 0) return FLCE_OK;
+  if (plan->form == FLCE_FORM_EXP || !plan->saves_exp || e->problem->shape.vocab == 0)
+    return FLCE_OK;
   flce_rows rows = flce_local_rows(e, c);
   set_out(&rows, &c->out);
   CALL(e, grad_rows, &rows, saved_exp_scale(plan), false, false);
@@ -142,7 +143,7 @@ flce_status flce_loss_coefficients(const execution* e, const chunk* c) {
 }
 
 flce_status flce_loss_dz(const execution* e, const chunk* c) {
-  if (e->plan->form == FLCE_FORM_EXP || e->problem->vocab == 0) return FLCE_OK;
+  if (e->plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
   flce_rows rows = rows_of(e, c);
   set_out(&rows, &c->out);
   rows.coef = c->coef;
@@ -154,12 +155,13 @@ flce_status flce_loss_dz(const execution* e, const chunk* c) {
 
 flce_status flce_class_logits(const execution* e) {
   const flce_plan* plan = e->plan;
-  if (e->problem->row_classes == 0) return FLCE_OK;
-  if (e->problem->vocab == 0) { /* a rank without a class, to which all targets are out of range */
+  if (e->problem->wants.row_classes == 0) return FLCE_OK;
+  if (e->problem->shape.vocab ==
+      0) { /* a rank without a class, to which all targets are out of range */
     CALL(e, fill, e->tensors->class_logits, 0, plan->buffers[FLCE_BUF_CLASS_LOGITS].bytes);
     return FLCE_OK;
   }
-  flce_rows all = open_rows(e, 0, e->problem->tokens);
+  flce_rows all = open_rows(e, 0, e->problem->shape.tokens);
   /* Where the logits are rounded, so are these: by the GEMM, so before the bias is added
    * (gemm_adds_bias is for float32 logits). */
   bool rounds = !plan->fuses_rows && plan->z_dtype == plan->dtype;
@@ -177,7 +179,7 @@ flce_status flce_class_logits(const execution* e) {
 
 flce_status flce_reduce_losses(const execution* e, bool overlaps) {
   if (e->problem->reduction == FLCE_NONE) return FLCE_OK;
-  CALL(e, reduce, e->tensors->loss, e->losses, e->problem->tokens, scalar(e, FLCE_SCALAR_INV_DENOM),
-       e->stat, overlaps);
+  CALL(e, reduce, e->tensors->loss, e->losses, e->problem->shape.tokens,
+       scalar(e, FLCE_SCALAR_INV_DENOM), e->stat, overlaps);
   return FLCE_OK;
 }

@@ -51,14 +51,15 @@ static bool gemm_writes(const flce_plan* plan, const flce_facts* facts, flce_dty
 /* ---- sizes ---- */
 
 static void choose_sizes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  plan->dtype = problem->dtype == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtype;
-  plan->hidden = round_up(problem->hidden, facts->hidden_alignment);
-  plan->weight_hidden = plan->hidden - problem->frozen_hidden;
+  plan->dtype =
+      problem->dtypes.gemm == FLCE_F16 && !facts->gemm_f16 ? FLCE_F32 : problem->dtypes.gemm;
+  plan->hidden = round_up(problem->shape.hidden, facts->hidden_alignment);
+  plan->weight_hidden = plan->hidden - problem->shape.frozen_hidden;
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
-  plan->finds_classes = problem->topk > 0;
-  plan->sums_tail = problem->wants_tail;
-  plan->compares = problem->divergence != FLCE_NO_DIVERGENCE;
-  plan->draws = plan->compares && problem->sampled && plan->save == FLCE_SAVE_GRADS;
+  plan->finds_classes = problem->wants.topk > 0;
+  plan->sums_tail = problem->wants.tail;
+  plan->compares = problem->divergence.kind != FLCE_NO_DIVERGENCE;
+  plan->draws = plan->compares && problem->sampling.wanted && plan->save == FLCE_SAVE_GRADS;
 }
 
 /* ---- form ---- */
@@ -67,18 +68,18 @@ static void choose_sizes(const flce_problem* problem, const flce_facts* facts, f
  * logits are found by E, except where E includes the softcap's slope. */
 static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
   if (problem->save == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
-  bool later_dz =
-      (problem->entropy_gradient || problem->class_gradient) && problem->save == FLCE_SAVE_LOGITS;
-  bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->topk > 0;
-  bool dz = dtype == FLCE_F16 || problem->has_probabilities || problem->wants_tail ||
-            problem->divergence != FLCE_NO_DIVERGENCE ||
+  bool later_dz = (problem->wants.entropy_gradient || problem->wants.class_gradient) &&
+                  problem->save == FLCE_SAVE_LOGITS;
+  bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->wants.topk > 0;
+  bool dz = dtype == FLCE_F16 || problem->has.probabilities || problem->wants.tail ||
+            problem->divergence.kind != FLCE_NO_DIVERGENCE ||
             (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
 /* The form of the forward, and in a backward with gradients that E cannot give: dz. */
 static flce_form choose_form_of_pass(const flce_problem* problem, flce_dtype dtype) {
-  bool needs_dz = (problem->has_grad_entropy || problem->has_grad_classes) &&
+  bool needs_dz = (problem->backward.has_grad_entropy || problem->backward.has_grad_classes) &&
                   problem->save != FLCE_SAVE_SAMPLES;
   return needs_dz ? FLCE_FORM_DZ : choose_form(problem, dtype);
 }
@@ -86,7 +87,7 @@ static flce_form choose_form_of_pass(const flce_problem* problem, flce_dtype dty
 /* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit,
  * and exp(l - TAIL_LSE) of a class in the tail may be large where E has underflowed. */
 static bool needs_logits(const flce_problem* problem) {
-  return problem->has_probabilities || problem->wants_tail || flce_caps_logits(&problem->loss);
+  return problem->has.probabilities || problem->wants.tail || flce_caps_logits(&problem->loss);
 }
 
 /* ---- matrices: logits, E or dz, and what is saved ---- */
@@ -101,14 +102,14 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   bool reads_z = !only_statistics(plan);
   if (plan->form == FLCE_FORM_EXP || (plan->save == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (plan->save == FLCE_SAVE_STATS && !reads_z) return !problem->has_probabilities;
+  if (plan->save == FLCE_SAVE_STATS && !reads_z) return !problem->has.probabilities;
   bool gives_e = plan->save == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
 
 static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,
                              flce_dtype dtype) {
-  return round_up(problem->vocab, facts->row_alignment / flce_size_of(dtype));
+  return round_up(problem->shape.vocab, facts->row_alignment / flce_size_of(dtype));
 }
 
 /* The dtypes and leading dimensions of the logits and of what overwrites them; who writes them. */
@@ -116,7 +117,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool narrow = (exp_form || plan->draws) && plan->dtype == FLCE_F16;
   plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
-  flce_dtype wanted = narrow ? FLCE_F32 : problem->logits_dtype;
+  flce_dtype wanted = narrow ? FLCE_F32 : problem->dtypes.logits;
   plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->save == FLCE_SAVE_GRADS;
@@ -127,7 +128,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
   bool fused_adds = plan->fuses_rows && !exp_form && !only_statistics(plan);
   bool adds_bias = fused_adds || (facts->gemm_adds_bias && plan->z_dtype == FLCE_F32);
-  plan->gemm_adds_bias = problem->has_bias && adds_bias;
+  plan->gemm_adds_bias = problem->has.bias && adds_bias;
 }
 
 /* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
@@ -136,14 +137,14 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
   bool keeps = plan->save == FLCE_SAVE_LOGITS;
   if (plan->save == FLCE_SAVE_SAMPLES) {
     plan->saved_dtype = FLCE_F32; /* the lists: int32 has its size */
-    plan->saved_pitch = flce_sample_pitch(problem->gradient_eps);
+    plan->saved_pitch = flce_sample_pitch(problem->sampling.eps);
   } else {
     plan->saves_exp = plan->form == FLCE_FORM_EXP || !needs_logits(problem);
     plan->saved_dtype = plan->saves_exp ? plan->dtype : plan->z_dtype;
     plan->saved_pitch = plan->saves_exp ? plan->out_pitch : plan->z_pitch;
   }
   plan->z_in_saved = keeps && plan->z_dtype == plan->saved_dtype;
-  plan->dz_in_saved = keeps && plan->form == FLCE_FORM_DZ && problem->consumes_saved;
+  plan->dz_in_saved = keeps && plan->form == FLCE_FORM_DZ && problem->backward.consumes_saved;
 }
 
 void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -158,9 +159,9 @@ void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, fl
 static void choose_rows(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
-  bool skips = flce_is_sharded(problem) ? problem->gathers : facts->skips_rows;
+  bool skips = flce_is_sharded(problem) ? problem->derived.gathers : facts->skips_rows;
   bool forward_exp = choose_form(problem, plan->dtype) == FLCE_FORM_EXP;
-  plan->gathers = problem->rows < problem->tokens || (skips && forward_exp);
+  plan->gathers = problem->shape.rows < problem->shape.tokens || (skips && forward_exp);
 }
 
 /* With save=grads only in float16, where the backward divides by the loss scale
@@ -179,9 +180,9 @@ static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype dtype) {
 /* The exception to kept_dtype is dW, the largest gradient. It is kept in float16, times
  * FLCE_SCALAR_DW_SCALE, with which no sum overflows and what underflows is negligible. */
 static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
-  bool asks_f32 = problem->accum_dtype != FLCE_F16 && !problem->widens_sum;
-  return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->want_grad_weight &&
-         problem->weight_dtype == FLCE_F16 && !asks_f32 && !plan->draws;
+  bool asks_f32 = problem->dtypes.accum != FLCE_F16 && !problem->dtypes.widens_accum;
+  return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->wants.grad_weight &&
+         problem->dtypes.weight == FLCE_F16 && !asks_f32 && !plan->draws;
 }
 
 /* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
@@ -204,16 +205,17 @@ static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* 
 static void choose_gradients(const flce_problem* problem, const flce_facts* facts,
                              flce_plan* plan) {
   plan->keeps_statistics =
-      problem->wants_statistics || problem->class_gradient || backward_reads_statistics(plan);
-  plan->grad_input_dtype = kept_dtype(problem, problem->input_dtype);
-  bool widens = flce_is_sharded(problem) && problem->wide_terms;
+      problem->wants.statistics || problem->wants.class_gradient || backward_reads_statistics(plan);
+  plan->grad_input_dtype = kept_dtype(problem, problem->dtypes.input);
+  bool widens = flce_is_sharded(problem) && problem->shard.wide_terms;
   plan->partial_dx_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;
   plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
-  plan->dw_fp16_shift = keeps_fp16_dw(problem, plan) ? choose_dw_fp16_shift(problem->rows) : 0;
-  plan->grad_weight_dtype = problem->adds_grad_weight ? problem->added_dtype
-                            : plan->dw_fp16_shift     ? FLCE_F16
-                                                      : kept_dtype(problem, problem->weight_dtype);
-  plan->grad_bias_dtype = kept_dtype(problem, problem->bias_dtype);
+  plan->dw_fp16_shift =
+      keeps_fp16_dw(problem, plan) ? choose_dw_fp16_shift(problem->shape.rows) : 0;
+  plan->grad_weight_dtype = problem->backward.adds_grad_weight ? problem->backward.added_dtype
+                            : plan->dw_fp16_shift ? FLCE_F16
+                                                  : kept_dtype(problem, problem->dtypes.weight);
+  plan->grad_bias_dtype = kept_dtype(problem, problem->dtypes.bias);
 }
 
 /* ---- the sum of dW over chunks ---- */
@@ -224,17 +226,17 @@ static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_
   plan->accum_dtype = dtype;
   /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
   bool makes_both =
-      problem->want_grad_weight && problem->want_grad_bias && problem->frozen_hidden == 0;
+      problem->wants.grad_weight && problem->wants.grad_bias && problem->shape.frozen_hidden == 0;
   plan->bias_parts = makes_both && dtype == plan->dtype ? facts->bias_parts : 0;
   plan->dw_block_rows = 0;
   if (draws_samples(plan) || gemm_writes(plan, facts, dtype)) return;
   int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
-  plan->dw_block_rows = min64(problem->vocab, block < TILE_ROWS ? TILE_ROWS : block);
+  plan->dw_block_rows = min64(problem->shape.vocab, block < TILE_ROWS ? TILE_ROWS : block);
 }
 
 static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  bool wide = problem->accum_dtype == stat || plan->grad_weight_dtype == stat;
+  bool wide = problem->dtypes.accum == stat || plan->grad_weight_dtype == stat;
   sum_dw_in(wide ? stat : plan->dtype, problem, facts, plan);
 }
 
@@ -242,10 +244,10 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
  * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled
  * graph has to know it, and does not know the number of chunks. */
 static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  bool decided = problem->chunk_rows > 0; /* accum_dtype is that of the equal share */
-  bool sums = problem->want_grad_weight && !draws_samples(plan);
+  bool decided = problem->derived.chunk_rows > 0; /* accum_dtype is that of the equal share */
+  bool sums = problem->wants.grad_weight && !draws_samples(plan);
   int64_t chunks = plan->save == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
-  if (problem->widens_sum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
+  if (problem->dtypes.widens_accum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
     sum_dw_in(flce_stat_dtype(plan->dtype), problem, facts, plan);
 }
 
@@ -260,34 +262,35 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
 
 /* What the forward's loop and the backward's have in common. */
 static chunk_loop any_loop(const flce_problem* problem, const flce_plan* plan) {
-  int64_t memory = problem->max_memory;
+  int64_t memory = problem->memory.bound;
   /* Of 1 GiB a divergence takes 768 MiB: 1536 rows of 128256 classes, packed, or 768 of two float32
    * logits. */
-  if (plan->compares && problem->saves_memory) memory -= memory / 4;
+  if (plan->compares && problem->memory.bound_is_default) memory -= memory / 4;
   return (chunk_loop){.dtype = plan->dtype,
                       .hidden = plan->hidden,
                       .accum_dtype = plan->accum_dtype,
                       .max_memory = memory,
-                      .saves_memory = problem->saves_memory,
+                      .saves_memory = problem->memory.bound_is_default,
                       .max_rows = INT64_MAX,
                       .tile_rows = TILE_ROWS,
-                      .makes_dx = problem->want_grad_input,
-                      .makes_dw = problem->want_grad_weight,
+                      .makes_dx = problem->wants.grad_input,
+                      .makes_dw = problem->wants.grad_weight,
                       .overlaps_dw = plan->bias_parts == 0};
 }
 
 /* The most rows of a chunk with a small vocabulary, see SMALL_VOCAB. */
 static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan) {
-  int64_t size = flce_size_of(plan->dtype), bytes = problem->rows * problem->vocab * size;
-  bool bounded = problem->saves_memory && facts->multiprocessors > 0 &&
-                 plan->save == FLCE_SAVE_GRADS && problem->vocab <= SMALL_VOCAB &&
+  int64_t size = flce_size_of(plan->dtype),
+          bytes = problem->shape.rows * problem->shape.vocab * size;
+  bool bounded = problem->memory.bound_is_default && facts->multiprocessors > 0 &&
+                 plan->save == FLCE_SAVE_GRADS && problem->shape.vocab <= SMALL_VOCAB &&
                  bytes >= SMALL_VOCAB_BYTES;
   if (!bounded) return INT64_MAX;
   int64_t row = plan->z_pitch * flce_size_of(plan->z_dtype);
-  if (problem->want_grad_input) row += plan->hidden * flce_size_of(plan->dx_gemm_dtype);
-  if (problem->want_grad_weight) row += plan->input_pitch * size;
-  int64_t of_tokens = problem->tokens * TOKEN_BYTES;
+  if (problem->wants.grad_input) row += plan->hidden * flce_size_of(plan->dx_gemm_dtype);
+  if (problem->wants.grad_weight) row += plan->input_pitch * size;
+  int64_t of_tokens = problem->shape.tokens * TOKEN_BYTES;
   int64_t left = bytes - facts->gemm_workspace_bytes - of_tokens;
   return max64(max64(left, of_tokens) / row, 1);
 }
@@ -303,7 +306,8 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   loop.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
   /* A teacher's logits have the student's dtype and leading dimension; packed logits replace
    * them. */
-  if (problem->teacher && !problem->teacher->gives_logits && !plan->packs) loop.row_bytes *= 2;
+  if (problem->divergence.teacher && !problem->divergence.teacher->has.logits && !plan->packs)
+    loop.row_bytes *= 2;
   loop.logits_bytes = loop.row_bytes;
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
@@ -321,13 +325,13 @@ static flce_status choose_forward_chunks(const flce_problem* problem, const flce
                                          flce_plan* plan) {
   chunk_loop loop = forward_loop(problem, facts, plan);
   FLCE_TRY(choose_chunk_rows(problem, facts, &loop, &plan->chunk_rows, &plan->chunks));
-  if (problem->chunk_rows > 0) { /* those of an equal share, or the student's */
-    plan->chunk_rows = min64(problem->chunk_rows, problem->rows);
-    plan->chunks = problem->rows > 0 ? ceil_div(problem->rows, plan->chunk_rows) : 0;
+  if (problem->derived.chunk_rows > 0) { /* those of an equal share, or the student's */
+    plan->chunk_rows = min64(problem->derived.chunk_rows, problem->shape.rows);
+    plan->chunks = problem->shape.rows > 0 ? ceil_div(problem->shape.rows, plan->chunk_rows) : 0;
   }
   if (plan->z_in_saved) {
-    plan->chunk_rows = problem->rows;
-    plan->chunks = problem->rows > 0;
+    plan->chunk_rows = problem->shape.rows;
+    plan->chunks = problem->shape.rows > 0;
   }
   return FLCE_OK;
 }
@@ -353,8 +357,8 @@ static flce_status choose_backward_chunks(const flce_problem* problem, const flc
                              &plan->backward_chunks);
   bool has_loop = flce_has_backward(plan->save) && plan->save != FLCE_SAVE_SAMPLES;
   if (has_loop) { /* it allocates nothing: it reads what is saved, or the rank has no class */
-    plan->backward_chunk_rows = problem->rows;
-    plan->backward_chunks = problem->rows > 0;
+    plan->backward_chunk_rows = problem->shape.rows;
+    plan->backward_chunks = problem->shape.rows > 0;
   }
   return FLCE_OK;
 }
@@ -366,7 +370,7 @@ static flce_status choose_backward_chunks(const flce_problem* problem, const flc
  * this one is no longer needed. */
 static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
   if (!copies_logits_input(plan)) return;
-  bool has_copy = problem->want_grad_weight && makes_gradients(problem) &&
+  bool has_copy = problem->wants.grad_weight && makes_gradients(problem) &&
                   copies_weight_input(problem, plan) && !plan->draws;
   plan->backward_gathered_x = has_copy ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
   plan->gathered_x =
@@ -379,7 +383,7 @@ flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* fac
                               flce_plan* plan) {
   memset(plan, 0, sizeof *plan);
   plan->save = problem->save;
-  plan->rows = problem->rows;
+  plan->rows = problem->shape.rows;
   flce_choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
   FLCE_TRY(choose_backward_chunks(problem, facts, plan));

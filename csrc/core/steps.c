@@ -32,15 +32,15 @@ flce_status flce_open_operands(execution* e, bool reads_input, bool reads_bias) 
   FLCE_TRY(flce_open_shard(e, reads_input));
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
-  int64_t h = problem->hidden, v = problem->vocab;
+  int64_t h = problem->shape.hidden, v = problem->shape.vocab;
   if (reads_input)
-    FLCE_TRY(convert(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->input_dtype, plan->dtype,
-                     problem->tokens, h, plan->hidden, &e->input));
-  FLCE_TRY(convert(e, FLCE_BUF_WEIGHT_CAST, tensors->linear_weight, problem->weight_dtype,
+    FLCE_TRY(convert(e, FLCE_BUF_INPUT_CAST, tensors->input, problem->dtypes.input, plan->dtype,
+                     problem->shape.tokens, h, plan->hidden, &e->input));
+  FLCE_TRY(convert(e, FLCE_BUF_WEIGHT_CAST, tensors->linear_weight, problem->dtypes.weight,
                    plan->dtype, v, h, plan->hidden, &e->linear_weight));
   if (!reads_bias) return FLCE_OK;
-  return convert(e, FLCE_BUF_BIAS_CAST, tensors->linear_bias, problem->bias_dtype, e->stat, 1, v, v,
-                 &e->bias);
+  return convert(e, FLCE_BUF_BIAS_CAST, tensors->linear_bias, problem->dtypes.bias, e->stat, 1, v,
+                 v, &e->bias);
 }
 
 flce_status flce_gather_rows(const execution* e) {
@@ -70,7 +70,7 @@ flce_status flce_copy_input(const execution* e, const chunk* c) {
 flce_gemm flce_logits_gemm(const execution* e, const chunk* c) {
   int64_t h = e->plan->hidden;
   return (flce_gemm){.m = c->rows,
-                     .n = e->problem->vocab,
+                     .n = e->problem->shape.vocab,
                      .k = h,
                      .transpose_b = true,
                      .a = c->copied_x ? c->copied_x : input_of(e, c),
@@ -94,12 +94,12 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c) {
 /* The exchange of dX begins as soon as its last chunk is complete. */
 flce_status flce_add_gradients(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_dx(e, c));
-  if (c->first + c->rows == e->problem->rows) FLCE_TRY(flce_begin_all_to_all_dx(e));
+  if (c->first + c->rows == e->problem->shape.rows) FLCE_TRY(flce_begin_all_to_all_dx(e));
   return flce_add_class_gradients(e, c);
 }
 
 flce_status flce_finish_gradients(const execution* e) {
-  if (e->problem->rows == 0) FLCE_TRY(flce_begin_all_to_all_dx(e));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_all_to_all_dx(e));
   FLCE_TRY(flce_begin_all_gather_dx(e));
   FLCE_TRY(flce_finish_class_gradients(e));
   return flce_wait_all_gather_dx(e);
