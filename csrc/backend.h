@@ -34,13 +34,13 @@ struct flce_backend {
    * that is NULL. `overlaps`: the kernel queued before this call is one of the backend's own and
    * touches none of these arrays, so this call may run concurrently with it (PDL). CPU:
    * FLCE_TARGET_OUT_OF_RANGE names row, value and range; FLCE_INVALID_ARGUMENT if more rows are
-   * valid than problem->rows. Both are found before anything is written. CUDA: nothing is checked;
-   * INV_DENOM is NaN in the second case. */
+   * valid than problem->shape.rows. Both are found before anything is written. CUDA: nothing is
+   * checked; INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, int dw_fp16_shift, bool overlaps);
 
-  /* The first problem->rows elements of `index` (facts.compact_bytes in all) become the rows of
-   * target[N] that are not ignored, ascending, then -1. */
+  /* The first problem->shape.rows elements of `index` (facts.compact_bytes in all) become the rows
+   * of target[N] that are not ignored, ascending, then -1. */
   flce_status (*compact_rows)(void* self, const flce_problem* problem, const int64_t* target,
                               void* index);
   /* Writes the results of rows that compact_rows leaves out. `rows` has index NULL and all N rows.
@@ -75,14 +75,21 @@ struct flce_backend {
   flce_status (*grad_rows)(void* self, const flce_rows* rows, double scale, bool hide_target,
                            bool z_is_exp);
 
-  /* Losses and dz of a divergence. With p, q: the softmax of both, exp(l - OFFSET) INV_SUM;
-   * d_j = log(p_j / q_j), made from l and the statistics; b_j = log(m_j / p_j): loss =
-   * (1 - hard_weight) token_weight VALUE + hard_weight loss, and dz_j = slope_j a k ((1 -
-   * hard_weight) g_j + hard_weight p_j), where g_j is pull_j - p_j MEAN and pull_j is p_j - q_j;
-   * p_j d_j;
-   * -(1 - beta) p_j b_j; a k = ROW / INV_SUM (enum flce_coef_row); in the target's column
-   * hard_weight TARGET takes the place of the second term. Where p and q are near, differences are
-   * made from d_j, so that they have its relative error. Rows that are not valid: as grad_rows. */
+  /* Losses and dz of a divergence.
+   *
+   *   loss = (1 - hard_weight) token_weight VALUE + hard_weight (student's loss, on entry)
+   *   dz_j = slope_j a k ((1 - hard_weight) g_j + hard_weight p_j)
+   *   g_j  = pull_j - p_j MEAN, and of each divergence
+   *     forward_kl   pull_j = p_j - q_j
+   *     reverse_kl   pull_j = p_j log(p_j / q_j)
+   *     jsd          pull_j = -(1 - beta) p_j log(m_j / p_j), m = beta q + (1 - beta) p
+   *
+   * p and q are the softmax of student and teacher, exp(l - OFFSET) INV_SUM of their stats; VALUE
+   * and MEAN the row's sums (enum flce_divergence_sum); slope_j, a and k those of enum
+   * flce_coef_row, a k = ROW / INV_SUM. In the target's column hard_weight TARGET takes the place
+   * of slope_j a k hard_weight p_j. Where p and q are near, differences are made from
+   * d_j = log(p_j / q_j), itself made from l and the statistics, so that they have its relative
+   * error. Rows that are not valid: as grad_rows. */
   flce_status (*divergence_rows)(void* self, const flce_divergence_args* call);
 
   /* Factors of the rows' gradients, enum flce_coef_row, into coef [FLCE_COEF_ROWS][stat_pitch],

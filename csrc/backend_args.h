@@ -20,7 +20,7 @@ enum flce_stat_row {
    * Probabilities: 0. */
   FLCE_STAT_SLOPE,
   FLCE_STAT_WEIGHT_SUM, /* probabilities: sum_j w_j q_j, q = (1-s) t + s/V; class targets: 0 */
-  /* If wants_tail: logsumexp of l over the tail, the classes that are not among the row's own
+  /* If wants.tail: logsumexp of l over the tail, the classes that are not among the row's own
    * (flce_row_classes); -inf if there is none. Else 0. */
   FLCE_STAT_TAIL_LSE,
   FLCE_STAT_ROWS
@@ -32,7 +32,7 @@ enum flce_scalar {
   /* FLCE_MEAN with num_items: 1 / num_items. FLCE_MEAN without: 1 / sum of the targets' class
    * weights over valid rows (without class weights: over their number). 0 if the number of valid
    * rows and, where it is given, num_items is 0. Other reductions: 1. NaN if more rows are valid
-   * than problem->rows, and for num_items 0 with valid rows, which the CPU refuses. */
+   * than problem->shape.rows, and for num_items 0 with valid rows, which the CPU refuses. */
   FLCE_SCALAR_INV_DENOM,
   FLCE_SCALAR_WEIGHT_TOTAL, /* sum of class weights over the vocabulary; V without class weights */
   /* u: INV_DENOM times the power of two with u * (bound of |dz|) in (2^13, 2^14]. float16 gradients
@@ -271,8 +271,8 @@ enum { FLCE_EXACT_CLASSES = 1 << 24 };
 
 static inline int flce_shard_stat_count(const flce_problem* problem) {
   bool more =
-      problem->wants_entropy || problem->wants_predictions || problem->loss.label_smoothing > 0.0;
-  if (problem->wants_tail) return FLCE_SHARD_STATS;
+      problem->wants.entropy || problem->wants.predictions || problem->loss.label_smoothing > 0.0;
+  if (problem->wants.tail) return FLCE_SHARD_STATS;
   return more ? FLCE_SHARD_STAT_TAIL : FLCE_SHARD_STAT_ENTROPY;
 }
 
@@ -452,7 +452,7 @@ typedef struct flce_sum_dx_args {
 typedef struct flce_sample_rows_args {
   const flce_rows* rows; /* target, index, out (E), stats and stat_pitch are read */
   int32_t* lists;        /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;            /* flce_problem.gradient_eps */
+  double eps;            /* flce_problem.sampling.eps */
   int bits;              /* flce_sample_bits() */
   const int64_t* seed;   /* [1] */
   int64_t first_token;   /* the number of the token at which the vectors of `rows` start */
@@ -463,7 +463,7 @@ typedef struct flce_sampled_input_args {
   /* target, index, coef, stats, stat_pitch and wants_entropy are read */
   const flce_rows* rows;
   const int32_t* lists; /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;           /* flce_problem.gradient_eps */
+  double eps;           /* flce_problem.sampling.eps */
   const void* w;        /* [V][hidden] dtype */
   const void* wsum;     /* [hidden] stat dtype, or NULL */
   flce_dtype dx_dtype;  /* of dx */
@@ -477,7 +477,7 @@ typedef struct flce_order_samples_args {
   /* index, coef, stats, stat_pitch, wants_entropy and vocab are read */
   const flce_rows* rows;
   const int32_t* lists; /* [rows->rows][flce_sample_pitch(eps)] */
-  double eps;           /* flce_problem.gradient_eps */
+  double eps;           /* flce_problem.sampling.eps */
   int64_t hidden;       /* columns of dW; at most those that facts.sample_bytes was computed for */
 } flce_order_samples_args;
 
@@ -487,7 +487,7 @@ typedef struct flce_sampled_weight_args {
   void* order;              /* of order_samples */
   const void* xsum;         /* [hidden] stat dtype, or NULL */
   const void* class_weight; /* [vocab] stat dtype, or NULL for ones */
-  double eps;               /* flce_problem.gradient_eps */
+  double eps;               /* flce_problem.sampling.eps */
   flce_dtype dw_dtype;      /* of dw */
   flce_dtype dtype;         /* of x */
   int64_t rows;             /* whose lists were ordered */
@@ -503,7 +503,7 @@ typedef struct flce_sampled_bias_args {
   const void* order;        /* of order_samples */
   const void* smooth_total; /* [1] stat: the sum of coef_smooth; or NULL */
   const void* class_weight; /* [vocab] stat, or NULL for ones */
-  double eps;               /* flce_problem.gradient_eps */
+  double eps;               /* flce_problem.sampling.eps */
   flce_dtype db_dtype;      /* of db */
   int64_t rows;             /* whose lists were ordered */
   int64_t vocab;            /* elements of db */

@@ -45,12 +45,13 @@ typedef enum flce_buffer_id {
    * int32. */
   FLCE_BUF_SAVED,
   FLCE_BUF_PREDICTIONS,  /* [N] int64 */
-  FLCE_BUF_CLASSES,      /* [N][row_classes] int64, with topk */
-  FLCE_BUF_CLASS_LOGITS, /* [N][row_classes] stat dtype */
+  FLCE_BUF_CLASSES,      /* [N][wants.row_classes] int64, with topk */
+  FLCE_BUF_CLASS_LOGITS, /* [N][wants.row_classes] stat dtype */
   FLCE_BUF_GRAD_INPUT,   /* [N][H] grad_input_dtype */
-  /* [weight_rows][H - frozen_hidden] grad_weight_dtype. Absent if dW is added to the caller's. */
+  /* [shape.weight_rows][H - shape.frozen_hidden] grad_weight_dtype. Absent if dW is added to the
+     caller's. */
   FLCE_BUF_GRAD_WEIGHT,
-  FLCE_BUF_GRAD_BIAS, /* [weight_rows] grad_bias_dtype */
+  FLCE_BUF_GRAD_BIAS, /* [shape.weight_rows] grad_bias_dtype */
   /* save=grads in float16: the gradients in their final dtype, for those of the three above that
    * are kept in float32 until grad_output is known. */
   FLCE_BUF_ROUNDED,
@@ -97,7 +98,7 @@ typedef enum flce_buffer_id {
    * rows this rank's sums, then those of all; and those of the ranks. */
   FLCE_BUF_DIVERGENCE,
   /* The vocabulary is sharded (core/shards.c). R ranks, P flce_shard_stat_count(). */
-  FLCE_BUF_SHARD_INPUT,   /* [N][H] input_dtype: x of all tokens, if the caller's is sharded */
+  FLCE_BUF_SHARD_INPUT,   /* [N][H] dtypes.input: x of all tokens, if the caller's is sharded */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
   FLCE_BUF_SHARD_STATS,   /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
@@ -150,11 +151,11 @@ typedef struct flce_plan {
   /* Of E: dtype, but bfloat16 where samples are drawn from it for float16, whose range cannot hold
    * E. */
   flce_dtype exp_dtype;
-  int64_t rows; /* to compute: flce_problem.rows */
+  int64_t rows; /* to compute: flce_problem.shape.rows */
   /* H, zero-padded to hidden_alignment: the leading dimension of x, W and every [][H] buffer of the
    * workspace. */
   int64_t hidden;
-  int64_t weight_hidden; /* columns of dW: hidden - frozen_hidden */
+  int64_t weight_hidden; /* columns of dW: hidden - shape.frozen_hidden */
   /* Leading dimension of a chunk's rows of x in the logits GEMM: `hidden`, zero-padded to
    * input_alignment. */
   int64_t input_pitch;
@@ -242,9 +243,9 @@ static inline flce_save flce_strategy_of(const flce_strategy* strategy, int64_t 
  * for it. The problem itself if the vocabulary is not sharded. */
 flce_problem flce_equal_share(const flce_problem* problem);
 
-/* Sets problem->vocab and, where the vocabulary is sharded, first_class and classes, from the
- * `start` and `vocab` of VocabParallel, -1 for None, and valid_vocab, or FLCE_ABSENT. A group of
- * one rank becomes no group. */
+/* Sets shape.vocab and, where the vocabulary is sharded, shard.first_class and shard.classes, from
+ * the `start` and `vocab` of VocabParallel, -1 for None, and valid_vocab, or FLCE_ABSENT. A group
+ * of one rank becomes no group. */
 flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t vocab,
                               int64_t valid_vocab);
 
@@ -266,12 +267,12 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* prob
                            flce_plan* plan);
 /* For flce.plan: the plan of forward and backward together; it is never executed. A divergence with
  * save=stats or FLCE_NONE: the backward is that of a second call with save=grads and FLCE_SUM. With
- * class_gradient the backward is planned with has_grad_classes. */
+ * wants.class_gradient the backward is planned with backward.has_grad_classes. */
 flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 
 /* Pure: no allocation, no device call. FLCE_INVALID_ARGUMENT if a size, dtype or parameter is out
- * of its range, if max_memory is below one row of logits, or if `save` does not support the
+ * of its range, if memory.bound is below one row of logits, or if `save` does not support the
  * reduction. */
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 
@@ -297,17 +298,17 @@ flce_status flce_check_save(const flce_problem* problem);
 /* The caller's memory. Outputs that the plan does not list (bytes 0) may be NULL. Shapes are those
  * of the caller's tensors, stat dtype that of the plan's dtype. */
 typedef struct flce_tensors {
-  const void* input;              /* [flce_input_rows()][H] input_dtype */
-  const void* linear_weight;      /* [weight_rows][H] weight_dtype */
-  const void* linear_bias;        /* [weight_rows] bias_dtype, or NULL */
+  const void* input;              /* [flce_input_rows()][H] dtypes.input */
+  const void* linear_weight;      /* [shape.weight_rows][H] dtypes.weight */
+  const void* linear_bias;        /* [shape.weight_rows] dtypes.bias, or NULL */
   const int64_t* target;          /* [N], or NULL with probabilities */
-  const void* probabilities;      /* [N][weight_rows] probabilities_dtype, or NULL */
+  const void* probabilities;      /* [N][shape.weight_rows] probabilities_dtype, or NULL */
   flce_dtype probabilities_dtype; /* of `probabilities` */
-  const void* class_weight;       /* [weight_rows], sharded [classes], stat dtype; or NULL */
-  const void* token_weight;       /* [N] stat dtype, or NULL */
-  const void* temperature;        /* [N] stat dtype, or NULL */
-  const void* num_items;          /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
-  const int64_t* seed;            /* [1], save=samples: of the draw, read by the forward */
+  const void* class_weight; /* [shape.weight_rows], sharded [shard.classes], stat dtype; or NULL */
+  const void* token_weight; /* [N] stat dtype, or NULL */
+  const void* temperature;  /* [N] stat dtype, or NULL */
+  const void* num_items;    /* [1] stat dtype, or NULL; read by the forward with FLCE_MEAN */
+  const int64_t* seed;      /* [1], save=samples: of the draw, read by the forward */
   /* Of a divergence: the teacher's, of which input, linear_weight, linear_bias and temperature are
    * read. */
   const struct flce_tensors* teacher;
@@ -322,26 +323,27 @@ typedef struct flce_tensors {
    * backward. */
   void* saved;
   void* predictions; /* [N] int64 */
-  /* [N][row_classes]: indices of classes, ignore_index for none. Read, but with topk written by
-   * the forward: the classes of this rank with the largest logits, the lowest first of equal ones;
-   * -1 beyond the number of classes, and in rows that are not valid. */
+  /* [N][wants.row_classes]: indices of classes, ignore_index for none. Read, but with topk written
+   * by the forward: the classes of this rank with the largest logits, the lowest first of equal
+   * ones; -1 beyond the number of classes, and in rows that are not valid. */
   int64_t* classes;
-  /* [N][row_classes] stat dtype, written by the forward, and read by a backward with
-   * has_grad_classes: z of the classes, with the bias; 0 where there is none or the row is ignored,
-   * and for other ranks' classes. */
+  /* [N][wants.row_classes] stat dtype, written by the forward, and read by a backward with
+   * backward.has_grad_classes: z of the classes, with the bias; 0 where there is none or the row is
+   * ignored, and for other ranks' classes. */
   void* class_logits;
   /* [flce_input_rows()][H] plan->grad_input_dtype. Written by the forward for save=grads, else by
    * the backward. */
   void* grad_input;
-  /* [weight_rows][H] plan->grad_weight_dtype. Written when grad_input is; with adds_grad_weight dW
-   * is added to its contents. */
+  /* [shape.weight_rows][H] plan->grad_weight_dtype. Written when grad_input is; with
+   * backward.adds_grad_weight dW is added to its contents. */
   void* grad_weight;
-  void* grad_bias;          /* [weight_rows] plan->grad_bias_dtype; written when grad_input is */
+  void* grad_bias; /* [shape.weight_rows] plan->grad_bias_dtype; written when grad_input is */
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */
   const void* grad_lse;     /* backward: [N] stat dtype, or NULL for 0 */
   const void* grad_entropy; /* backward: [N] stat dtype, or NULL for 0 */
   const void* grad_tail;    /* backward: [N] stat dtype, of TAIL_LSE; NULL for 0 */
-  const void* grad_classes; /* backward: [N][row_classes] stat dtype, of class_logits; or NULL */
+  const void*
+      grad_classes; /* backward: [N][wants.row_classes] stat dtype, of class_logits; or NULL */
   /* plan->forward_workspace_bytes or plan->backward_workspace_bytes, aligned to 256 bytes. */
   void* workspace;
 } flce_tensors;
@@ -361,8 +363,9 @@ int64_t flce_gemm_count(void);
 
 /* Cross entropy of given logits z[N][V]. tensors->input is z, tensors->grad_input is dz[N][V] in
  * z's dtype, tensors->workspace has flce_cross_entropy_workspace_bytes(); the other tensors are as
- * above. The forward and the backward each read the logits once. Of the problem they read tokens,
- * vocab, dtype, reduction, loss, wants_* and has_*, weight_rows (= vocab) and rows (= tokens). */
+ * above. The forward and the backward each read the logits once. Of the problem they read
+ * shape.tokens, vocab, weight_rows (= vocab) and rows (= tokens), dtypes.gemm, reduction, loss,
+ * wants and has. */
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem);
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
                                        const flce_tensors* tensors);

@@ -186,138 +186,168 @@ enum { FLCE_DIVERGENCE_COUNT = FLCE_DIVERGENCES(FLCE_ONE_MORE) }; /* the last on
 /* FLCE_INVALID_ARGUMENT for what is none. */
 flce_status flce_check_divergence(flce_divergence kind);
 
-/* A call. What the caller asks for comes first: the binding fills it, and nothing changes it. What
- * a backward adds and what flce_plan_call derives follow. */
+/* A call: what it computes of which operands, and how. Each group of fields is set in one place.
+ * The core takes the problem as const; where it asks the same for other sizes (a rank's equal
+ * share, a divergence's teacher) it changes a copy.
+ *
+ *   csrc/binding, before every pass of a call
+ *     from the operands  shape, dtypes, has
+ *     from the options   loss, reduction, divergence, wants, save, sampling, graph, memory, shard
+ *     in a backward      backward; consumes_saved is an option
+ *   flce_plan_call       derived; and in its copies what the caller may leave open: save, if it is
+ *                        auto, and dtypes.accum of a rank */
 typedef struct flce_problem {
-  /* ---- sizes ---- */
+  /* The sizes of the operands, and which part of them is computed. */
+  struct {
+    int64_t tokens, /* N */
+        hidden,     /* H */
+        vocab;      /* V; of a rank: of its classes, may be 0 (flce_find_classes) */
+    /* Rows of the caller's W, b, dW, db and, without ranks, class weights, and columns of the
+     * caller's target probabilities; at least vocab. Rows from vocab on are padding: they are never
+     * read, and their gradient is 0. */
+    int64_t weight_rows;
+    /* Rows to compute: `tokens`, or an upper bound of the number of rows that are not ignored. If
+     * it is less than `tokens`, or if facts.skips_rows is set and the form is exp, the rows are
+     * gathered (compact_rows). */
+    int64_t rows;
+    /* The number of token 0, where the tokens are a part of the caller's: in draws and messages. */
+    int64_t first_token;
+    /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
+     * [weight_rows][hidden - frozen_hidden]. */
+    int64_t frozen_hidden;
+    /* With has.logits: the column of the input from which on it has those of this rank's classes.
+     */
+    int64_t first_logit;
+  } shape;
 
-  int64_t tokens, /* N */
-      hidden,     /* H */
-      vocab;      /* V */
-  /* The number of token 0, where the tokens are a part of the caller's: in draws and messages. */
-  int64_t first_token;
-  /* How many of W's first columns get no gradient, a multiple of 8: dW has the others,
-   * [weight_rows][hidden - frozen_hidden]. */
-  int64_t frozen_hidden;
-  /* Rows of the caller's W, b, dW, db and, without ranks, class weights, and columns of the
-   * caller's target probabilities; at least vocab. Rows from vocab on are padding: they are never
-   * read, and their gradient is 0. */
-  int64_t weight_rows;
-  /* Rows to compute: `tokens`, or an upper bound of the number of rows that are not ignored. If it
-   * is less than `tokens`, or if facts.skips_rows is set and the form is exp, the rows are gathered
-   * (compact_rows). */
-  int64_t rows;
+  /* Those of the operands, and those that the caller asks for. */
+  struct {
+    /* Of the GEMMs: autocast's dtype under autocast, else that of x and W. */
+    flce_dtype gemm;
+    flce_dtype input, /* of the caller's x, and of dX */
+        weight,       /* of the caller's W, and of dW unless backward.adds_grad_weight */
+        bias;         /* of the caller's b, and of db */
+    /* In which dW is summed over chunks: `gemm` or the stat dtype. Of a rank it becomes that of the
+     * plan of an equal share. */
+    flce_dtype accum;
+    /* accum is the default, `gemm`, not the caller's choice: the plan takes the stat dtype for
+     * FLCE_WIDE_SUM_CHUNKS chunks or more. */
+    bool widens_accum;
+    /* The requested dtype of the logits: the stat dtype (exact), or `gemm` (rounded, as in eager
+     * PyTorch). */
+    flce_dtype logits;
+  } dtypes;
 
-  /* ---- dtypes ---- */
+  /* Which operands there are besides x, W and class targets. */
+  struct {
+    bool bias,             /* b is given */
+        class_weight,      /* class weights are given */
+        probabilities,     /* the targets are probabilities, not class indices */
+        temperature,       /* a temperature for each row is given */
+        unaligned_operand; /* x or W does not start at a multiple of 16 bytes */
+    /* Of a teacher: its logits are given. The input is z itself, [tokens][hidden]. */
+    bool logits;
+  } has;
 
-  /* Dtype of the GEMMs: autocast's dtype under autocast, else that of x and W. */
-  flce_dtype dtype;
-  flce_dtype input_dtype;  /* of the caller's x, and of dX */
-  flce_dtype weight_dtype; /* of the caller's W, and of dW unless adds_grad_weight */
-  flce_dtype bias_dtype;   /* of the caller's b, and of db */
-  /* In which dW is summed over chunks: `dtype` or the stat dtype. Of a rank it becomes that of the
-   * plan of an equal share. */
-  flce_dtype accum_dtype;
-  /* accum_dtype is the default, `dtype`, not the caller's choice: the plan takes the stat dtype for
-   * FLCE_WIDE_SUM_CHUNKS chunks or more. */
-  bool widens_sum;
-  /* The requested dtype of the logits: the stat dtype (exact), or `dtype` (rounded, as in eager
-   * PyTorch). */
-  flce_dtype logits_dtype;
-
-  /* ---- operands ---- */
-
-  bool has_bias,          /* b is given */
-      has_class_weight;   /* class weights are given */
-  bool has_probabilities; /* the targets are probabilities, not class indices */
-  bool has_temperature;   /* a temperature for each row is given */
-  bool unaligned;         /* x or W does not start at a multiple of 16 bytes */
-
-  /* ---- loss ---- */
+  /* ---- from the options ---- */
 
   flce_loss loss;           /* its parameters */
   flce_reduction reduction; /* of the row losses */
-  flce_divergence divergence;
-  double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
-  /* Of a divergence: the problem of the teacher's logits, with the student's rows and classes, or
-   * NULL in that problem itself. */
-  const struct flce_problem* teacher;
-  /* Of a teacher whose logits are given: input is z itself, [tokens][hidden], which has those of
-   * this rank's classes from column first_logit on. */
-  bool gives_logits;
-  int64_t first_logit;
 
-  /* ---- outputs ---- */
+  /* What takes the place of the cross entropy, if `kind` says so. */
+  struct {
+    flce_divergence kind;
+    double beta, hard_weight; /* h: a row's loss is (1 - h) divergence + h cross entropy */
+    /* The problem of the teacher's logits, with the student's rows and classes; NULL in that
+     * problem itself, which has the kind of its student. */
+    const struct flce_problem* teacher;
+  } divergence;
 
-  bool want_grad_input,   /* dX is needed */
-      want_grad_weight,   /* dW is needed */
-      want_grad_bias;     /* db is needed */
-  bool wants_entropy;     /* the entropy of each row is wanted */
-  bool entropy_gradient;  /* with save=logits or save=stats its gradient may follow */
-  bool wants_predictions; /* the argmax of each row is wanted */
-  /* The logits of so many classes of each row are an output, 0 for none: those that the caller
-   * gives, or, with topk, flce_candidates() of those with the largest logits. */
-  int64_t row_classes;
-  int64_t topk;        /* 0, or the number of classes that the caller wants of these */
-  bool wants_tail;     /* FLCE_STAT_TAIL_LSE of each row is wanted */
-  bool class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
-  /* The caller wants stats and scalars as outputs. A backward that reads them gets them in any
-   * case. */
-  bool wants_statistics;
-
-  /* ---- strategy ---- */
+  /* The outputs that the caller wants besides the loss. */
+  struct {
+    bool grad_input,       /* dX */
+        grad_weight,       /* dW */
+        grad_bias;         /* db */
+    bool entropy;          /* of each row */
+    bool entropy_gradient; /* with save=logits or save=stats its gradient may follow */
+    bool predictions;      /* the argmax of each row */
+    /* The logits of so many classes of each row are an output, 0 for none: those that the caller
+     * gives, or, with topk, flce_candidates() of those with the largest logits. */
+    int64_t row_classes;
+    int64_t topk; /* 0, or the number of classes that the caller wants of these */
+    bool tail;    /* FLCE_STAT_TAIL_LSE of each row */
+    bool
+        class_gradient; /* with save=logits or save=stats the gradient of these logits may follow */
+    /* Stats and scalars as outputs. A backward that reads them gets them in any case. */
+    bool statistics;
+  } wants;
 
   /* What the forward keeps for the backward. flce_plan_call replaces auto; flce_plan.save is what a
    * call does. */
   flce_save save;
-  bool sampled;        /* the gradient is sampled: save is samples, or auto before the choice */
-  double gradient_eps; /* save=samples: eps, in [FLCE_LEAST_EPS, 1] */
-  /* For the choice of save=auto: lse, entropy or logits of classes are outputs that may be
-   * differentiated; the backward adds dW to a gradient of the caller's; the call is part of a
-   * compiled graph. */
-  bool differentiates_outputs, accumulates, traced;
-  int64_t max_memory; /* bytes: upper bound of the logits buffer, whole or of a chunk */
-  /* Bytes: save=auto keeps the logits of a loss of rows, or with outputs, up to this size. */
-  int64_t kept_memory;
-  /* max_memory is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
-   * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
-   * chunks that fit. */
-  bool saves_memory;
 
-  /* ---- ranks ---- */
+  /* Sampled gradients. */
+  struct {
+    bool wanted; /* save is samples, or auto before the choice */
+    double eps;  /* in [FLCE_LEAST_EPS, 1]; 0 where it is not set */
+  } sampling;
+
+  /* What the forward is told of the graph that it is in: what save=auto is depends on it. */
+  struct {
+    bool differentiates_outputs, /* lse, entropy or logits of classes may be differentiated */
+        accumulates,             /* the backward adds dW to a gradient of the caller's */
+        traced;                  /* the call is part of a compiled graph */
+  } graph;
+
+  /* Bytes. */
+  struct {
+    int64_t bound; /* of the logits buffer, whole or of a chunk */
+    int64_t kept;  /* save=auto keeps the logits of a loss of rows, or with outputs, up to this */
+    /* `bound` is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
+     * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
+     * chunks that fit. */
+    bool bound_is_default;
+  } memory;
 
   /* With ranks > 1 the vocabulary is sharded over so many ranks (core/shards.c). W, b, dW and db
-   * are those of this rank's classes, `vocab` of the `classes` in all, from first_class on; `vocab`
-   * may be 0. Targets and class weights are those of all classes. Else the vocabulary is not
-   * sharded, and none of these fields is read. */
-  int64_t ranks, rank, first_class, classes;
-  /* x and dX have only this rank's share: tokens / ranks tokens, from rank * (tokens / ranks) on.
-   */
-  bool input_is_sharded;
-  bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
-  bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
+   * are those of this rank's classes, shape.vocab of the `classes` in all, from first_class on.
+   * Targets and class weights are those of all classes. Else the vocabulary is not sharded, and
+   * none of these fields is read. */
+  struct {
+    int64_t ranks, rank;          /* from the options */
+    int64_t first_class, classes; /* by flce_find_classes */
+    /* x and dX have only this rank's share: tokens / ranks tokens, from rank * (tokens / ranks) on.
+     */
+    bool input_is_sharded;
+    bool partial_grad_input; /* dX is not summed over the ranks (reduce_input_grad=False) */
+    bool wide_terms;         /* the ranks' partial dX is exchanged in float32, not in dX's dtype */
+  } shard;
 
-  /* ---- set for a backward, by the binding ---- */
+  /* ---- of a backward ---- */
 
-  /* There are gradients of the entropy; of logits of classes, or of TAIL_LSE; of TAIL_LSE. */
-  bool has_grad_entropy, has_grad_classes, has_grad_tail;
-  bool consumes_saved; /* it may overwrite what the forward saved */
-  /* It adds dW to the contents of the caller's grad_weight, whose padding rows it leaves unchanged.
-   * Not for save=grads, whose forward already computes dW. */
-  bool adds_grad_weight;
-  /* Dtype of that grad_weight: weight_dtype, or F32 if weight_dtype has 16 bits. */
-  flce_dtype added_dtype;
-  /* FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at a multiple of 16
-   * bytes. */
-  bool weight_unaligned;
+  struct {
+    /* There are gradients of the entropy; of logits of classes, or of TAIL_LSE; of TAIL_LSE. */
+    bool has_grad_entropy, has_grad_classes, has_grad_tail;
+    bool consumes_saved; /* it may overwrite what the forward saved */
+    /* It adds dW to the contents of the caller's grad_weight, whose padding rows it leaves
+     * unchanged. Not for save=grads, whose forward already computes dW. */
+    bool adds_grad_weight;
+    /* Dtype of that grad_weight: dtypes.weight, or F32 if dtypes.weight has 16 bits. */
+    flce_dtype added_dtype;
+    /* FLCE_BUF_SAVED, or the grad_weight to which dW is added, does not start at a multiple of 16
+     * bytes. */
+    bool has_unaligned;
+  } backward;
 
-  /* ---- derived: set by flce_plan_call, 0 and false in what the caller passes ---- */
+  /* ---- derived by the core: 0 and false in what the caller passes ---- */
 
   /* Of a rank: those of the plan of an equal share, so that all ranks have the same chunks and row
    * order. Of a teacher: chunk_rows is the student's. */
-  int64_t chunk_rows;
-  bool gathers;
-  int64_t teacher_bytes; /* of the teacher's workspace */
+  struct {
+    int64_t chunk_rows;
+    bool gathers;
+    int64_t teacher_bytes; /* of the teacher's workspace */
+  } derived;
 } flce_problem;
 
 /* The most classes that topk may ask for. */
@@ -334,27 +364,27 @@ static inline int64_t flce_candidates(int64_t topk) {
 
 /* The id that is none in a row's classes: topk's are -1, the caller's ignore_index. */
 static inline int64_t flce_no_class(const flce_problem* problem) {
-  return problem->topk > 0 ? -1 : problem->loss.ignore_index;
+  return problem->wants.topk > 0 ? -1 : problem->loss.ignore_index;
 }
 
 /* Whether gradients are sampled: as asked for, or by the strategy. */
 static inline bool flce_is_sampled(const flce_problem* problem) {
-  return problem->sampled || problem->save == FLCE_SAVE_SAMPLES;
+  return problem->sampling.wanted || problem->save == FLCE_SAVE_SAMPLES;
 }
 
 static inline bool flce_is_sharded(const flce_problem* problem) {
-  return problem->ranks > 1;
+  return problem->shard.ranks > 1;
 }
 
 /* Rows of the caller's x and dX. */
 static inline int64_t flce_input_rows(const flce_problem* problem) {
-  bool scatters = flce_is_sharded(problem) && problem->input_is_sharded;
-  return scatters ? problem->tokens / problem->ranks : problem->tokens;
+  bool scatters = flce_is_sharded(problem) && problem->shard.input_is_sharded;
+  return scatters ? problem->shape.tokens / problem->shard.ranks : problem->shape.tokens;
 }
 
 /* Columns of dW as the caller gets it. */
 static inline int64_t flce_grad_weight_cols(const flce_problem* problem) {
-  return problem->hidden - problem->frozen_hidden;
+  return problem->shape.hidden - problem->shape.frozen_hidden;
 }
 
 /* What the plan needs to know of a device and of its backend. The backend fills it for one

@@ -6,7 +6,7 @@ from . import fakes, validate
 from .options import DTYPES
 from .packing import code_of
 
-_ALIGNMENT = 8  # columns: flce_problem.frozen_hidden is a multiple of it
+_ALIGNMENT = 8  # columns: flce_problem.shape.frozen_hidden is a multiple of it
 
 
 def joined(input, linear_weight, tensors, packed, autocast):

@@ -84,7 +84,7 @@ def _once_differentiable(make):
 
 def _loss_scale(call, outputs):
     """The scalars, if float16's gradients are times a loss scale, as they are on a GPU: the
-    backward divides it out (loss_factor of csrc/core/steps.c). Else None."""
+    backward divides it out (loss_factor of csrc/core/forward_steps.c). Else None."""
     input, autocast = call.input, call.options.value("autocast")
     dtype = gemm_dtype(autocast, input.dtype, call.linear_weight.dtype)
     return outputs.scalars if dtype == torch.float16 and not input.is_cpu else None

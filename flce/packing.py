@@ -89,7 +89,7 @@ WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 
 
 class Memory(typing.NamedTuple):
-    """max_memory and kept_memory of csrc/problem.h, in bytes; saves_memory: whether they are the
+    """memory of csrc/problem.h, in bytes: bound and kept; saves_memory: whether they are the
     defaults."""
 
     max_memory: int = 1 << 30

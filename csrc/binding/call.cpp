@@ -37,32 +37,32 @@ void bind_operands(const Operands& given, Call* call) {
   flce_problem* problem = &call->problem;
   check_first("input", input, call->id);
   expect_tensor("linear_weight", weight);
-  problem->input_dtype = to_dtype(type_of(input), "input");
-  problem->weight_dtype = to_dtype(type_of(weight), "linear_weight");
-  problem->hidden = input.size(input.dim() - 1);
-  if (weight.dim() != 2 || weight.size(1) != problem->hidden)
+  problem->dtypes.input = to_dtype(type_of(input), "input");
+  problem->dtypes.weight = to_dtype(type_of(weight), "linear_weight");
+  problem->shape.hidden = input.size(input.dim() - 1);
+  if (weight.dim() != 2 || weight.size(1) != problem->shape.hidden)
     refuse("linear_weight",
-           "shape (V, " + std::to_string(problem->hidden) + ") for input of shape " +
+           "shape (V, " + std::to_string(problem->shape.hidden) + ") for input of shape " +
                shape_text(shape_of(input)),
            shape_of_text(weight));
-  problem->weight_rows = weight.size(0);
+  problem->shape.weight_rows = weight.size(0);
   expect_device("linear_weight", weight, call->id, "input");
   call->tensors.input = call->pointer("input", input);
   call->tensors.linear_weight = call->pointer("linear_weight", weight);
   uintptr_t addresses = reinterpret_cast<uintptr_t>(call->tensors.input) |
                         reinterpret_cast<uintptr_t>(call->tensors.linear_weight);
-  problem->unaligned = addresses % 16 != 0;
-  problem->has_bias = given.linear_bias.has_value();
-  problem->bias_dtype = problem->input_dtype;
+  problem->has.unaligned_operand = addresses % 16 != 0;
+  problem->has.bias = given.linear_bias.has_value();
+  problem->dtypes.bias = problem->dtypes.input;
   if (!given.linear_bias) {
-    if (problem->want_grad_bias)
+    if (problem->wants.grad_bias)
       refuse("grad_bias", "a linear_bias to take the gradient of", "None");
     return;
   }
   const Tensor& bias = *given.linear_bias;
-  problem->bias_dtype = to_dtype(type_of(bias), "linear_bias");
-  if (shape_of(bias) != std::vector<int64_t>{problem->weight_rows})
-    refuse("linear_bias", "shape " + shape_text({problem->weight_rows}), shape_of_text(bias));
+  problem->dtypes.bias = to_dtype(type_of(bias), "linear_bias");
+  if (shape_of(bias) != std::vector<int64_t>{problem->shape.weight_rows})
+    refuse("linear_bias", "shape " + shape_text({problem->shape.weight_rows}), shape_of_text(bias));
   expect_device("linear_bias", bias, call->id, "input");
   call->tensors.linear_bias = call->pointer("linear_bias", bias);
 }
@@ -71,19 +71,19 @@ void bind_target(const Tensor& target, int64_t classes, const std::string& first
   flce_problem* problem = &call->problem;
   expect_tensor("target", target);
   ScalarType type = type_of(target);
-  problem->has_probabilities = is_float(type);
+  problem->has.probabilities = is_float(type);
   if (!is_float(type) && type != ScalarType::Long && type != ScalarType::Int)
     refuse(
         "target",
         "class indices of dtype torch.int64 or torch.int32, or probabilities of a floating dtype",
         dtype_text(type), FLCE_INVALID_TYPE);
   std::vector<int64_t> expected = call->shape;
-  if (problem->has_probabilities) expected.push_back(classes);
+  if (problem->has.probabilities) expected.push_back(classes);
   expect_shape("target", target, expected,
-               problem->has_probabilities ? " for probabilities, a number for each class"
+               problem->has.probabilities ? " for probabilities, a number for each class"
                                           : ", that of " + first + " without its last dimension");
   expect_device("target", target, call->id, "input");
-  if (!problem->has_probabilities) {
+  if (!problem->has.probabilities) {
     call->tensors.target =
         static_cast<const int64_t*>(call->pointer("target", target, ScalarType::Long));
     return;
@@ -102,7 +102,7 @@ const void* bind_vector(const char* name, const OptionalTensor& tensor,
     refuse(name, "real numbers", dtype_text(type), FLCE_INVALID_TYPE);
   expect_shape(name, *tensor, shape, meaning);
   expect_device(name, *tensor, call->id, "input");
-  return call->pointer(name, *tensor, to_scalar_type(flce_stat_dtype(call->problem.dtype)));
+  return call->pointer(name, *tensor, to_scalar_type(flce_stat_dtype(call->problem.dtypes.gemm)));
 }
 
 bool is_cpu(const Call& call) {
@@ -110,17 +110,17 @@ bool is_cpu(const Call& call) {
 }
 
 int64_t all_classes(const flce_problem& problem) {
-  return flce_is_sharded(&problem) ? problem.classes : problem.vocab;
+  return flce_is_sharded(&problem) ? problem.shard.classes : problem.shape.vocab;
 }
 
 /* Checks the range of the classes in `ids`, host memory: indices, and the id of none. */
 void check_classes(const int64_t* ids, const flce_problem& problem) {
   int64_t none = flce_no_class(&problem), most = all_classes(problem);
-  for (int64_t i = 0; i < problem.tokens * problem.row_classes; i++) {
+  for (int64_t i = 0; i < problem.shape.tokens * problem.wants.row_classes; i++) {
     if (ids[i] != none && (ids[i] < 0 || ids[i] >= most))
       throw Failure(FLCE_TARGET_OUT_OF_RANGE,
                     "classes: row " +
-                        std::to_string(problem.first_token + i / problem.row_classes) +
+                        std::to_string(problem.shape.first_token + i / problem.wants.row_classes) +
                         " has class " + std::to_string(ids[i]) + ", expected 0 to " +
                         std::to_string(most - 1) + ", or ignore_index");
   }
@@ -136,7 +136,7 @@ void bind_classes(const OptionalTensor& classes, const std::string& first, Call*
   expect_shape("classes", *classes, shape, ", a number of classes for each row of " + first);
   if (type_of(*classes) != ScalarType::Int) expect_type("classes", *classes, ScalarType::Long);
   expect_device("classes", *classes, call->id, "input");
-  problem->row_classes = count;
+  problem->wants.row_classes = count;
   const void* ids = call->pointer("classes", *classes, ScalarType::Long);
   call->tensors.classes = static_cast<int64_t*>(const_cast<void*>(ids));
   if (is_cpu(*call)) check_classes(call->tensors.classes, *problem);
@@ -147,13 +147,13 @@ void bind_loss(const LossTensors& given, int64_t classes, const std::string& fir
   flce_problem* problem = &call->problem;
   bind_target(given.target, classes, first, call);
   if (given.weight) to_dtype(type_of(*given.weight), "weight");
-  problem->has_class_weight = given.weight.has_value();
+  problem->has.class_weight = given.weight.has_value();
   call->tensors.class_weight =
       bind_vector("weight", given.weight, {classes}, ", a factor for each class", call);
   std::string each = ", a number for each row of " + first;
   call->tensors.token_weight =
       bind_vector("token_weight", given.token_weight, call->shape, each, call);
-  problem->has_temperature = given.temperature.has_value();
+  problem->has.temperature = given.temperature.has_value();
   call->tensors.temperature =
       bind_vector("temperature", given.temperature, call->shape, each, call);
   call->tensors.num_items = bind_vector("num_items", given.num_items, {}, "", call);
@@ -166,39 +166,39 @@ int64_t valid_rows(const int64_t* target, const flce_problem& problem) {
   int64_t valid = 0, classes = all_classes(problem);
   if (classes < 1) return 0;
   check(flce_check_targets(&problem, target, classes, &valid));
-  if (valid > problem.rows)
+  if (valid > problem.shape.rows)
     refuse("valid_bound",
            "at least " + std::to_string(valid) + ", the number of rows that are not ignored",
-           std::to_string(problem.rows));
+           std::to_string(problem.shape.rows));
   return valid;
 }
 
-/* Sets problem->rows, those to compute, and saved_rows, those that are allocated. */
+/* Sets problem->shape.rows, those to compute, and saved_rows, those that are allocated. */
 void bind_rows(std::optional<int64_t> rows, Call* call) {
   flce_problem* problem = &call->problem;
-  int64_t tokens = problem->tokens, bound = rows.value_or(tokens);
+  int64_t tokens = problem->shape.tokens, bound = rows.value_or(tokens);
   bool counts = bound == kCountedRows;
   if (counts) bound = tokens;
   if (bound < 0 || bound > tokens)
     refuse("rows", "0 to " + std::to_string(tokens) + ", the number of tokens",
            std::to_string(bound));
-  problem->rows = call->saved_rows = bound;
-  if (problem->has_probabilities) {
+  problem->shape.rows = call->saved_rows = bound;
+  if (problem->has.probabilities) {
     if (bound < tokens)
       refuse("rows", std::to_string(tokens) + " with probabilities, of which no row is ignored",
              std::to_string(bound));
     return;
   }
   if (!is_cpu(*call)) return;
-  problem->rows = valid_rows(call->tensors.target, *problem);
-  if (counts) call->saved_rows = problem->rows;
+  problem->shape.rows = valid_rows(call->tensors.target, *problem);
+  if (counts) call->saved_rows = problem->shape.rows;
 }
 
 /* Checks num_items, where the call divides by it, against the rows that are not ignored. `items`:
  * in host memory and in the stat dtype, or NULL. */
 void check_items(const void* items, int64_t valid, const flce_problem& problem) {
   if (!items || problem.reduction != FLCE_MEAN) return;
-  bool wide = flce_stat_dtype(problem.dtype) == FLCE_F64;
+  bool wide = flce_stat_dtype(problem.dtypes.gemm) == FLCE_F64;
   check(flce_check_items(
       wide ? *static_cast<const double*>(items) : *static_cast<const float*>(items), valid));
 }
@@ -210,12 +210,13 @@ void check_values(const LossTensors& given, const Call& call) {
   const flce_problem& problem = call.problem;
   if (!check || !*check || !std::strcmp(check, "0") || is_cpu(call)) return;
   const DeviceId cpu = {aoti_torch_device_type_cpu(), -1};
-  const ScalarType type = ScalarType::Long, stat = to_scalar_type(flce_stat_dtype(problem.dtype));
+  const ScalarType type = ScalarType::Long,
+                   stat = to_scalar_type(flce_stat_dtype(problem.dtypes.gemm));
   OptionalTensor items;
   if (given.num_items) items = copied("num_items", *given.num_items, stat, cpu);
   const void* number = items ? items->const_data_ptr() : nullptr;
-  if (problem.has_probabilities) {
-    check_items(number, problem.tokens, problem);
+  if (problem.has.probabilities) {
+    check_items(number, problem.shape.tokens, problem);
     return;
   }
   if (given.classes) {
@@ -229,7 +230,8 @@ void check_values(const LossTensors& given, const Call& call) {
 
 /* Whether a teacher of so many classes has those of all ranks, of which this one reads its own. */
 bool has_all_classes(const flce_problem& student, int64_t rows) {
-  return flce_is_sharded(&student) && rows != student.weight_rows && rows >= student.classes;
+  return flce_is_sharded(&student) && rows != student.shape.weight_rows &&
+         rows >= student.shard.classes;
 }
 
 /* The teacher's operands, of the student's dtype and rows. A refusal names teacher_input,
@@ -241,28 +243,28 @@ void bind_teacher_operands(const Teacher& given, const PackedOptions& options, c
     expect_device("input", *given.input, call->id, "input");
     bind_operands({*given.input, *given.linear_weight, given.linear_bias}, call);
     choose_teacher_dtypes(options, problem);
-    ScalarType own = to_scalar_type(student.problem.dtype);
-    if (problem->dtype != student.problem.dtype)
+    ScalarType own = to_scalar_type(student.problem.dtypes.gemm);
+    if (problem->dtypes.gemm != student.problem.dtypes.gemm)
       refuse("input", "the dtype of the student's, " + dtype_text(own),
              dtype_text(type_of(*given.input)), FLCE_INVALID_TYPE);
     std::vector<int64_t> rows = leading_shape(student.input());
-    rows.push_back(problem->hidden);
+    rows.push_back(problem->shape.hidden);
     expect_shape("input", *given.input, rows, ", that of the student's but for the last dimension");
   } catch (const Failure& failure) {
     std::string text = failure.message(), prefix = "linear_";
     if (text.rfind(prefix, 0) == 0) text = text.substr(prefix.size());
     throw Failure(failure.status(), "teacher_" + text);
   }
-  if (!has_all_classes(student.problem, problem->weight_rows)) return;
-  int64_t first = problem->first_class;
+  if (!has_all_classes(student.problem, problem->shape.weight_rows)) return;
+  int64_t first = problem->shard.first_class;
   auto skip = [](const void* data, int64_t elements, flce_dtype dtype) -> const void* {
     return data ? static_cast<const char*>(data) + elements * flce_size_of(dtype) : nullptr;
   };
   flce_tensors* tensors = &call->tensors;
   tensors->linear_weight =
-      skip(tensors->linear_weight, first * problem->hidden, problem->weight_dtype);
-  tensors->linear_bias = skip(tensors->linear_bias, first, problem->bias_dtype);
-  problem->weight_rows = student.problem.weight_rows;
+      skip(tensors->linear_weight, first * problem->shape.hidden, problem->dtypes.weight);
+  tensors->linear_bias = skip(tensors->linear_bias, first, problem->dtypes.bias);
+  problem->shape.weight_rows = student.problem.shape.weight_rows;
 }
 
 /* The teacher's logits, read in their own dtype, but in float64 where the operands are. */
@@ -276,10 +278,11 @@ void bind_teacher_logits(const Tensor& logits, Call* call) {
   flce_dtype dtype = to_dtype(type_of(logits), "teacher_logits");
   set_teacher_logits(dtype, columns, problem);
   if (has_all_classes(*problem, columns))
-    problem->first_logit = problem->first_class;
+    problem->shape.first_logit = problem->shard.first_class;
   else
-    problem->weight_rows = columns;
-  call->tensors.input = call->pointer("teacher_logits", logits, to_scalar_type(problem->dtype));
+    problem->shape.weight_rows = columns;
+  call->tensors.input =
+      call->pointer("teacher_logits", logits, to_scalar_type(problem->dtypes.gemm));
 }
 
 }  // namespace
@@ -288,58 +291,61 @@ flce_problem teacher_of(const flce_problem& student) {
   flce_problem problem{}; /* what the call wants of the student is not wanted of it */
   problem.reduction = FLCE_SUM;
   problem.save = FLCE_SAVE_NOTHING;
-  problem.tokens = student.tokens;
-  problem.hidden = student.hidden;
-  problem.rows = student.rows;
-  problem.vocab = student.vocab;
-  problem.weight_rows = student.weight_rows;
-  problem.dtype = student.dtype;
-  problem.input_dtype = student.input_dtype;
-  problem.weight_dtype = student.weight_dtype;
-  problem.bias_dtype = student.bias_dtype;
-  problem.accum_dtype = student.accum_dtype;
-  problem.logits_dtype = student.logits_dtype;
-  problem.ranks = student.ranks;
-  problem.rank = student.rank;
-  problem.first_class = student.first_class;
-  problem.classes = student.classes;
-  problem.input_is_sharded = student.input_is_sharded;
+  problem.shape.tokens = student.shape.tokens;
+  problem.shape.hidden = student.shape.hidden;
+  problem.shape.rows = student.shape.rows;
+  problem.shape.vocab = student.shape.vocab;
+  problem.shape.weight_rows = student.shape.weight_rows;
+  problem.dtypes.gemm = student.dtypes.gemm;
+  problem.dtypes.input = student.dtypes.input;
+  problem.dtypes.weight = student.dtypes.weight;
+  problem.dtypes.bias = student.dtypes.bias;
+  problem.dtypes.accum = student.dtypes.accum;
+  problem.dtypes.logits = student.dtypes.logits;
+  problem.shard.ranks = student.shard.ranks;
+  problem.shard.rank = student.shard.rank;
+  problem.shard.first_class = student.shard.first_class;
+  problem.shard.classes = student.shard.classes;
+  problem.shard.input_is_sharded = student.shard.input_is_sharded;
   problem.loss = student.loss; /* make_teacher replaces what maps logits */
-  problem.divergence = student.divergence;
-  problem.max_memory = student.max_memory;
-  problem.kept_memory = student.kept_memory;
-  problem.saves_memory = student.saves_memory;
+  problem.divergence.kind = student.divergence.kind;
+  problem.memory.bound = student.memory.bound;
+  problem.memory.kept = student.memory.kept;
+  problem.memory.bound_is_default = student.memory.bound_is_default;
   return problem;
 }
 
 void expect_no_divergence(const PackedOptions& options) {
-  if (options.problem.divergence != FLCE_NO_DIVERGENCE)
+  if (options.problem.divergence.kind != FLCE_NO_DIVERGENCE)
     refuse("divergence", "0 in an operator without a teacher",
-           std::to_string(options.problem.divergence));
+           std::to_string(options.problem.divergence.kind));
 }
 
 void choose_teacher_dtypes(const PackedOptions& options, flce_problem* teacher) {
   choose_dtypes(options, teacher);
-  teacher->accum_dtype = teacher->dtype;
-  teacher->logits_dtype = flce_stat_dtype(teacher->dtype);
+  teacher->dtypes.accum = teacher->dtypes.gemm;
+  teacher->dtypes.logits = flce_stat_dtype(teacher->dtypes.gemm);
 }
 
 void set_teacher_logits(flce_dtype dtype, int64_t columns, flce_problem* teacher) {
-  if ((dtype == FLCE_F64) != (teacher->dtype == FLCE_F64)) dtype = flce_stat_dtype(teacher->dtype);
-  teacher->dtype = teacher->input_dtype = teacher->weight_dtype = teacher->bias_dtype = dtype;
-  teacher->accum_dtype = dtype;
-  teacher->logits_dtype = flce_stat_dtype(dtype);
-  teacher->gives_logits = true;
-  teacher->has_bias = teacher->input_is_sharded = false;
-  teacher->hidden = std::max<int64_t>(columns, 1);
+  if ((dtype == FLCE_F64) != (teacher->dtypes.gemm == FLCE_F64))
+    dtype = flce_stat_dtype(teacher->dtypes.gemm);
+  teacher->dtypes.gemm = teacher->dtypes.input = teacher->dtypes.weight = teacher->dtypes.bias =
+      dtype;
+  teacher->dtypes.accum = dtype;
+  teacher->dtypes.logits = flce_stat_dtype(dtype);
+  teacher->has.logits = true;
+  teacher->has.bias = teacher->shard.input_is_sharded = false;
+  teacher->shape.hidden = std::max<int64_t>(columns, 1);
 }
 
 void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
-  flce_dtype own = problem->input_dtype, weight = problem->weight_dtype, bias = problem->bias_dtype;
+  flce_dtype own = problem->dtypes.input, weight = problem->dtypes.weight,
+             bias = problem->dtypes.bias;
   bool has_f64 = own == FLCE_F64 || weight == FLCE_F64 || bias == FLCE_F64;
-  problem->dtype = own;
+  problem->dtypes.gemm = own;
   if (options.autocast >= 0 && !has_f64) { /* which autocast does not cast */
-    problem->dtype = static_cast<flce_dtype>(options.autocast);
+    problem->dtypes.gemm = static_cast<flce_dtype>(options.autocast);
   } else {
     flce_dtype wide = flce_stat_dtype(own);
     if (weight != own)
@@ -349,11 +355,12 @@ void choose_dtypes(const PackedOptions& options, flce_problem* problem) {
       refuse("linear_bias", "the dtype of input, " + either(own, wide),
              dtype_text(to_scalar_type(bias)) + "; torch.autocast casts it", FLCE_INVALID_TYPE);
   }
-  problem->widens_sum = options.accum_dtype < 0;
-  problem->accum_dtype =
-      problem->widens_sum ? problem->dtype : static_cast<flce_dtype>(options.accum_dtype);
-  problem->logits_dtype = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtype)
-                                                   : static_cast<flce_dtype>(options.logits_dtype);
+  problem->dtypes.widens_accum = options.accum_dtype < 0;
+  problem->dtypes.accum = problem->dtypes.widens_accum
+                              ? problem->dtypes.gemm
+                              : static_cast<flce_dtype>(options.accum_dtype);
+  problem->dtypes.logits = options.logits_dtype < 0 ? flce_stat_dtype(problem->dtypes.gemm)
+                                                    : static_cast<flce_dtype>(options.logits_dtype);
 }
 
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments) {
@@ -365,21 +372,21 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   call.kept.reserve(9);
   bind_operands(operands, &call);
   flce_problem* problem = &call.problem;
-  int64_t ranks = problem->ranks;
-  bool scatters = ranks > 1 && problem->input_is_sharded;
+  int64_t ranks = problem->shard.ranks;
+  bool scatters = ranks > 1 && problem->shard.input_is_sharded;
   call.shape = leading_shape(operands.input);
   if (scatters && !call.shape.empty()) call.shape[0] *= ranks;
-  problem->tokens = count_of(call.shape);
+  problem->shape.tokens = count_of(call.shape);
   check(flce_find_classes(problem, arguments.options.start, arguments.options.vocab,
                           arguments.valid_vocab.value_or(FLCE_ABSENT)));
   choose_dtypes(arguments.options, problem);
   std::string first = "input";
   if (scatters) first = "the inputs of " + std::to_string(ranks) + " ranks (sequence=True)";
   int64_t classes = arguments.options.vocab; /* of all ranks, padding included */
-  if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->weight_rows;
+  if (ranks == 0 || classes < 0) classes = std::max<int64_t>(ranks, 1) * problem->shape.weight_rows;
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
-  if (is_cpu(call)) check_items(call.tensors.num_items, problem->rows, *problem);
+  if (is_cpu(call)) check_items(call.tensors.num_items, problem->shape.rows, *problem);
   check_values(loss, call);
   return call;
 }
@@ -401,12 +408,13 @@ Call make_teacher(const Teacher& given, const PackedOptions& options, const Call
     bind_teacher_operands(given, options, student, &call);
   else
     bind_teacher_logits(*given.input, &call);
-  problem->has_temperature = given.temperature.has_value();
+  problem->has.temperature = given.temperature.has_value();
   call.tensors.temperature = bind_vector("teacher_temperature", given.temperature, call.shape,
                                          ", a number for each row of input", &call);
-  int64_t own = student.problem.weight_rows, vocab = problem->vocab, rows = problem->weight_rows;
+  int64_t own = student.problem.shape.weight_rows, vocab = problem->shape.vocab,
+          rows = problem->shape.weight_rows;
   if (rows != own && (vocab == own || rows < vocab)) /* beyond valid_vocab they may differ */
-    refuse(problem->gives_logits ? "teacher_logits" : "teacher_weight",
+    refuse(problem->has.logits ? "teacher_logits" : "teacher_weight",
            std::to_string(own) + " classes, those of linear_weight", std::to_string(rows));
   return call;
 }
@@ -420,15 +428,15 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
   check_first("logits", logits, call.id);
   call.shape = leading_shape(logits);
   flce_problem* problem = &call.problem;
-  problem->tokens = problem->rows = count_of(call.shape);
-  problem->vocab = problem->weight_rows = logits.size(logits.dim() - 1);
-  if (problem->vocab < 1)
+  problem->shape.tokens = problem->shape.rows = count_of(call.shape);
+  problem->shape.vocab = problem->shape.weight_rows = logits.size(logits.dim() - 1);
+  if (problem->shape.vocab < 1)
     refuse("logits", "at least one class", "shape " + shape_text(shape_of(logits)));
-  problem->dtype = to_dtype(type_of(logits), "logits");
+  problem->dtypes.gemm = to_dtype(type_of(logits), "logits");
   call.tensors.input = call.pointer("logits", logits);
-  bind_loss(loss, problem->vocab, "logits", &call);
-  int64_t valid = problem->tokens;
-  if (is_cpu(call) && !problem->has_probabilities)
+  bind_loss(loss, problem->shape.vocab, "logits", &call);
+  int64_t valid = problem->shape.tokens;
+  if (is_cpu(call) && !problem->has.probabilities)
     valid = valid_rows(call.tensors.target, *problem);
   if (is_cpu(call)) check_items(call.tensors.num_items, valid, *problem);
   check_values(loss, call);

@@ -27,8 +27,8 @@ class Collectives {
               const std::optional<std::string>& group, CommMemory memory)
       : device_(device),
         memory_(std::move(memory)),
-        ranks_(problem.ranks),
-        rank_(problem.rank),
+        ranks_(problem.shard.ranks),
+        rank_(problem.shard.rank),
         group_(group.value_or("")),
         table_{this, send_buffer, all_gather, all_to_all, wait, abandon} {}
   Collectives(const Collectives&) = delete;

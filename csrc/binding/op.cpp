@@ -21,14 +21,14 @@ std::string memory_advice(const Device& device, const flce_problem& problem,
   bool samples = plan.save == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
   int64_t logits =
       plan.buffers[FLCE_BUF_LOGITS].bytes + (samples ? 0 : plan.buffers[FLCE_BUF_SAVED].bytes);
-  int64_t smaller = (logits < problem.max_memory ? logits : problem.max_memory) / 2;
+  int64_t smaller = (logits < problem.memory.bound ? logits : problem.memory.bound) / 2;
   std::string advice = "; the plan needs " + std::to_string(plan.peak_bytes) +
                        " bytes over the inputs, of which " + std::to_string(logits) +
                        " for logits (save=\"" + flce_save_name(plan.save) + "\")";
   if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
   flce_problem cheaper = problem;
-  cheaper.max_memory = smaller;
-  cheaper.saves_memory = false;
+  cheaper.memory.bound = smaller;
+  cheaper.memory.bound_is_default = false;
   if (plan.save == FLCE_SAVE_LOGITS) cheaper.save = FLCE_SAVE_AUTO;
   flce_plan other;
   flce_status status = flce_plan_call(device.table(), &cheaper, &other);
@@ -58,7 +58,7 @@ Tensor allocate_saved(const Device& device, const flce_plan& plan, Call* call) {
   Tensor saved = device.allocate({call->saved_rows, plan.saved_pitch}, saved_type(plan), "saved");
   call->tensors.saved = saved.mutable_data_ptr();
   int64_t row_bytes = plan.saved_pitch * flce_size_of(plan.saved_dtype);
-  int64_t used = call->problem.rows * row_bytes, all = call->saved_rows * row_bytes;
+  int64_t used = call->problem.shape.rows * row_bytes, all = call->saved_rows * row_bytes;
   const flce_backend* table = device.table();
   if (used < all)
     check(table->fill(table->self, static_cast<char*>(call->tensors.saved) + used, 0, all - used));
@@ -68,14 +68,14 @@ Tensor allocate_saved(const Device& device, const flce_plan& plan, Call* call) {
 /* Allocates the logits of the rows' classes and, with topk, the classes. */
 ClassLogits allocate_classes(const Device& device, Call* call) {
   ClassLogits made;
-  if (call->problem.row_classes == 0) return made;
+  if (call->problem.wants.row_classes == 0) return made;
   std::vector<int64_t> shape = call->shape;
-  shape.push_back(call->problem.row_classes);
-  if (call->problem.topk > 0) {
+  shape.push_back(call->problem.wants.row_classes);
+  if (call->problem.wants.topk > 0) {
     made.classes = device.allocate(shape, ScalarType::Long, "classes");
     call->tensors.classes = static_cast<int64_t*>(made.classes->mutable_data_ptr());
   }
-  made.logits = device.allocate(shape, flce_stat_dtype(call->problem.dtype), "class_logits");
+  made.logits = device.allocate(shape, flce_stat_dtype(call->problem.dtypes.gemm), "class_logits");
   call->tensors.class_logits = made.logits->mutable_data_ptr();
   return made;
 }
@@ -116,7 +116,7 @@ void bind_seed(const OptionalTensor& seed, const flce_plan& plan, Call* call) {
 /* The teacher of a divergence; nullopt for a loss, which has none. */
 std::optional<Call> teacher_call(const Teacher& given, const PackedOptions& options,
                                  const Call& student) {
-  bool compares = student.problem.divergence != FLCE_NO_DIVERGENCE;
+  bool compares = student.problem.divergence.kind != FLCE_NO_DIVERGENCE;
   if (compares && !given.input) refuse("teacher_input", "a tensor with a divergence", "None");
   const std::pair<const char*, const OptionalTensor&> tensors[] = {
       {"teacher_input", given.input},
@@ -146,13 +146,13 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
       teacher_call({teacher_input, teacher_weight, teacher_bias, token_teacher_temperature},
                    arguments.options, call);
   if (teacher) {
-    call.problem.teacher = &teacher->problem;
+    call.problem.divergence.teacher = &teacher->problem;
     call.tensors.teacher = &teacher->tensors;
     call.teacher_input = teacher->input();
   }
   Device device(call.id, call.allow_tf32);
-  if (classes && call.problem.topk > 0)
-    refuse("topk", "0 with classes", std::to_string(call.problem.topk));
+  if (classes && call.problem.wants.topk > 0)
+    refuse("topk", "0 with classes", std::to_string(call.problem.wants.topk));
   flce_plan plan = device.plan(call.problem);
   bind_seed(seed, plan, &call);
   try {
@@ -174,9 +174,9 @@ struct Kept {
 
 /* Binds the logits of the rows' classes, and their gradient if there is one. */
 void bind_kept_classes(const Kept& kept, ScalarType type, Call* call) {
-  if (!call->problem.has_grad_classes) return;
+  if (!call->problem.backward.has_grad_classes) return;
   std::vector<int64_t> shape = call->shape;
-  shape.push_back(call->problem.row_classes);
+  shape.push_back(call->problem.wants.row_classes);
   if (!kept.class_logits) refuse("class_logits", "those of the forward", "None");
   expect_like("class_logits", *kept.class_logits, shape, type, call->id);
   call->tensors.class_logits = kept.class_logits->mutable_data_ptr();
@@ -187,9 +187,9 @@ void bind_kept_classes(const Kept& kept, ScalarType type, Call* call) {
 
 void bind_kept(const Kept& kept, Call* call) {
   flce_tensors* tensors = &call->tensors;
-  flce_dtype stat = flce_stat_dtype(call->problem.dtype);
+  flce_dtype stat = flce_stat_dtype(call->problem.dtypes.gemm);
   ScalarType type = to_scalar_type(stat);
-  int64_t n = call->problem.tokens;
+  int64_t n = call->problem.shape.tokens;
   bool reduced = call->problem.reduction != FLCE_NONE;
   expect_like("grad_output", kept.grad_output, reduced ? std::vector<int64_t>{} : call->shape, type,
               call->id);
@@ -203,9 +203,9 @@ void bind_kept(const Kept& kept, Call* call) {
   expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
   tensors->grad_lse = rows + FLCE_STAT_LSE * n * flce_size_of(stat);
-  if (call->problem.has_grad_entropy)
+  if (call->problem.backward.has_grad_entropy)
     tensors->grad_entropy = rows + FLCE_STAT_ENTROPY * n * flce_size_of(stat);
-  if (call->problem.has_grad_tail)
+  if (call->problem.backward.has_grad_tail)
     tensors->grad_tail = rows + FLCE_STAT_TAIL_LSE * n * flce_size_of(stat);
 }
 
@@ -226,12 +226,12 @@ void bind_added(const Tensor& grad_weight, Call* call) {
   const char* name = "grad_weight_into";
   flce_problem* problem = &call->problem;
   expect_tensor(name, grad_weight);
-  expect_shape(name, grad_weight, {problem->weight_rows, flce_grad_weight_cols(problem)});
+  expect_shape(name, grad_weight, {problem->shape.weight_rows, flce_grad_weight_cols(problem)});
   if (!grad_weight.is_contiguous()) refuse(name, "a contiguous tensor", "another layout");
   expect_device(name, grad_weight, call->id, "input");
-  if (!problem->want_grad_weight) refuse("grad_weight", "True with grad_weight_into", "False");
-  problem->added_dtype = to_dtype(type_of(grad_weight), name);
-  problem->adds_grad_weight = true;
+  if (!problem->wants.grad_weight) refuse("grad_weight", "True with grad_weight_into", "False");
+  problem->backward.added_dtype = to_dtype(type_of(grad_weight), name);
+  problem->backward.adds_grad_weight = true;
   call->tensors.grad_weight = grad_weight.mutable_data_ptr();
 }
 
@@ -244,7 +244,7 @@ Gradients run_backward(const Device& device, const flce_plan& plan, const Tensor
                           {call->input(), gradients.input, workspace, std::nullopt});
   flce_status status =
       flce_backward(device.table(), collectives.table(), &call->problem, &plan, &call->tensors);
-  if (status != FLCE_OK && call->problem.adds_grad_weight)
+  if (status != FLCE_OK && call->problem.backward.adds_grad_weight)
     throw Failure(status, std::string(flce_last_error()) +
                               "; with accumulate_into the weight's gradient may hold a part of "
                               "this backward's sum");
@@ -262,11 +262,11 @@ Gradients make_gradients(const OptionalTensor& added, const Kept& kept, const Op
   if (kept.saved) call.tensors.saved = kept.saved->mutable_data_ptr();
   uintptr_t addresses = reinterpret_cast<uintptr_t>(call.tensors.saved) |
                         reinterpret_cast<uintptr_t>(call.tensors.grad_weight);
-  call.problem.weight_unaligned = addresses % 16 != 0;
-  call.problem.has_grad_entropy = kept.grad_stats && call.problem.entropy_gradient;
-  call.problem.has_grad_tail = kept.grad_stats && call.problem.wants_tail;
-  call.problem.has_grad_classes = kept.grad_classes || call.problem.has_grad_tail;
-  if (call.problem.has_grad_classes && !loss.classes)
+  call.problem.backward.has_unaligned = addresses % 16 != 0;
+  call.problem.backward.has_grad_entropy = kept.grad_stats && call.problem.wants.entropy_gradient;
+  call.problem.backward.has_grad_tail = kept.grad_stats && call.problem.wants.tail;
+  call.problem.backward.has_grad_classes = kept.grad_classes || call.problem.backward.has_grad_tail;
+  if (call.problem.backward.has_grad_classes && !loss.classes)
     refuse("classes", "those of the forward", "None");
   Device device(call.id, call.allow_tf32);
   flce_plan plan = device.plan(call.problem);
@@ -388,11 +388,11 @@ Tensor cross_entropy_backward(Tensor grad_output, OptionalTensor grad_stats, Ten
   Call call = make_call(
       logits, {target, weight, token_weight, token_temperature, std::nullopt, std::nullopt},
       unpack_options(integers, numbers));
-  call.problem.has_grad_entropy = grad_stats && call.problem.entropy_gradient;
+  call.problem.backward.has_grad_entropy = grad_stats && call.problem.wants.entropy_gradient;
   bind_kept({grad_output, grad_stats, std::nullopt, std::nullopt, stats, scalars, std::nullopt},
             &call);
   Device device(call.id, false);
-  Tensor grad = device.allocate(shape_of(logits), call.problem.dtype, "grad_logits");
+  Tensor grad = device.allocate(shape_of(logits), call.problem.dtypes.gemm, "grad_logits");
   Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),
                                         "workspace", &call);
   call.tensors.grad_input = grad.mutable_data_ptr();

@@ -52,42 +52,42 @@ void read_loss(const Reader& read, flce_problem* problem) {
 #define FLCE_READ(name, ...) problem->loss.name = read.number(NumberSlot::name);
   FLCE_LOSS_NUMBERS(FLCE_READ)
 #undef FLCE_READ
-  problem->wants_entropy = read.flag(IntegerSlot::wants_entropy);
-  problem->entropy_gradient = read.flag(IntegerSlot::entropy_gradient);
-  problem->wants_predictions = read.flag(IntegerSlot::wants_predictions);
-  problem->topk = read.integer(IntegerSlot::topk);
-  problem->row_classes = flce_candidates(problem->topk);
-  problem->wants_tail = read.flag(IntegerSlot::wants_tail);
-  problem->class_gradient = read.flag(IntegerSlot::class_gradient);
-  problem->wants_statistics = read.flag(IntegerSlot::wants_statistics);
+  problem->wants.entropy = read.flag(IntegerSlot::wants_entropy);
+  problem->wants.entropy_gradient = read.flag(IntegerSlot::entropy_gradient);
+  problem->wants.predictions = read.flag(IntegerSlot::wants_predictions);
+  problem->wants.topk = read.integer(IntegerSlot::topk);
+  problem->wants.row_classes = flce_candidates(problem->wants.topk);
+  problem->wants.tail = read.flag(IntegerSlot::wants_tail);
+  problem->wants.class_gradient = read.flag(IntegerSlot::class_gradient);
+  problem->wants.statistics = read.flag(IntegerSlot::wants_statistics);
 }
 
 void read_strategy(const Reader& read, flce_problem* problem) {
   problem->save = static_cast<flce_save>(read.choice(IntegerSlot::save, 0, FLCE_SAVE_AUTO));
-  problem->sampled = read.flag(IntegerSlot::gradient);
-  problem->gradient_eps = read.number(NumberSlot::gradient_eps);
-  if (problem->gradient_eps == 0.0) /* which the core takes as not set */
+  problem->sampling.wanted = read.flag(IntegerSlot::gradient);
+  problem->sampling.eps = read.number(NumberSlot::gradient_eps);
+  if (problem->sampling.eps == 0.0) /* which the core takes as not set */
     refuse("gradient_eps", "from 2**-12 to 1", "0.0");
-  problem->max_memory = read.least(IntegerSlot::max_memory, 0);
-  problem->saves_memory = read.flag(IntegerSlot::saves_memory);
-  problem->kept_memory = read.least(IntegerSlot::kept_memory, 0);
-  problem->consumes_saved = read.flag(IntegerSlot::consumes_saved);
-  problem->differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||
-                                    problem->entropy_gradient || problem->class_gradient ||
-                                    problem->wants_tail;
-  problem->accumulates = read.flag(IntegerSlot::accumulates);
-  problem->traced = read.flag(IntegerSlot::traced);
-  problem->want_grad_input = read.flag(IntegerSlot::grad_input);
-  problem->want_grad_weight = read.flag(IntegerSlot::grad_weight);
-  problem->want_grad_bias = read.flag(IntegerSlot::grad_bias);
+  problem->memory.bound = read.least(IntegerSlot::max_memory, 0);
+  problem->memory.bound_is_default = read.flag(IntegerSlot::saves_memory);
+  problem->memory.kept = read.least(IntegerSlot::kept_memory, 0);
+  problem->backward.consumes_saved = read.flag(IntegerSlot::consumes_saved);
+  problem->graph.differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||
+                                          problem->wants.entropy_gradient ||
+                                          problem->wants.class_gradient || problem->wants.tail;
+  problem->graph.accumulates = read.flag(IntegerSlot::accumulates);
+  problem->graph.traced = read.flag(IntegerSlot::traced);
+  problem->wants.grad_input = read.flag(IntegerSlot::grad_input);
+  problem->wants.grad_weight = read.flag(IntegerSlot::grad_weight);
+  problem->wants.grad_bias = read.flag(IntegerSlot::grad_bias);
 }
 
 void read_divergence(const Reader& read, PackedOptions* options) {
   flce_problem* problem = &options->problem;
-  problem->divergence = static_cast<flce_divergence>(
+  problem->divergence.kind = static_cast<flce_divergence>(
       read.choice(IntegerSlot::divergence, FLCE_NO_DIVERGENCE, FLCE_DIVERGENCE_COUNT));
-  problem->beta = read.number(NumberSlot::beta);
-  problem->hard_weight = read.number(NumberSlot::hard_weight);
+  problem->divergence.beta = read.number(NumberSlot::beta);
+  problem->divergence.hard_weight = read.number(NumberSlot::hard_weight);
   options->teacher = {read.number(NumberSlot::teacher_softcap),
                       read.number(NumberSlot::teacher_logit_scale),
                       read.number(NumberSlot::teacher_temperature)};
@@ -96,11 +96,11 @@ void read_divergence(const Reader& read, PackedOptions* options) {
 constexpr int64_t kMostRanks = 1 << 20;
 
 void read_shard(const Reader& read, flce_problem* problem) {
-  problem->ranks = read.choice(IntegerSlot::ranks, 0, kMostRanks);
-  problem->rank = read.least(IntegerSlot::rank, 0);
-  problem->input_is_sharded = read.flag(IntegerSlot::input_is_sharded);
-  problem->partial_grad_input = read.flag(IntegerSlot::partial_grad_input);
-  problem->wide_terms = read.flag(IntegerSlot::wide_terms);
+  problem->shard.ranks = read.choice(IntegerSlot::ranks, 0, kMostRanks);
+  problem->shard.rank = read.least(IntegerSlot::rank, 0);
+  problem->shard.input_is_sharded = read.flag(IntegerSlot::input_is_sharded);
+  problem->shard.partial_grad_input = read.flag(IntegerSlot::partial_grad_input);
+  problem->shard.wide_terms = read.flag(IntegerSlot::wide_terms);
 }
 
 }  // namespace
@@ -129,8 +129,8 @@ PackedOptions unpack_options(const std::vector<int64_t>& integers,
   read_strategy(read, &options.problem);
   read_shard(read, &options.problem);
   read_divergence(read, &options);
-  options.problem.frozen_hidden = read.least(IntegerSlot::frozen_hidden, 0);
-  options.problem.first_token = read.least(IntegerSlot::first_token, 0);
+  options.problem.shape.frozen_hidden = read.least(IntegerSlot::frozen_hidden, 0);
+  options.problem.shape.first_token = read.least(IntegerSlot::first_token, 0);
   options.allow_tf32 = read.flag(IntegerSlot::allow_tf32);
   options.accum_dtype = read.dtype(IntegerSlot::accum_dtype);
   options.logits_dtype = read.dtype(IntegerSlot::logits_dtype);

@@ -21,16 +21,16 @@ inline Gradients allocate_gradients(const Device& device, const Tensor& input,
     *pointer = tensor.mutable_data_ptr();
     return tensor;
   };
-  int64_t v = problem.weight_rows;
+  int64_t v = problem.shape.weight_rows;
   flce_tensors* tensors = &call->tensors;
   Gradients gradients;
-  if (problem.want_grad_input)
+  if (problem.wants.grad_input)
     gradients.input =
         make(shape_of(input), plan.grad_input_dtype, "grad_input", &tensors->grad_input);
-  if (problem.want_grad_weight && !problem.adds_grad_weight)
+  if (problem.wants.grad_weight && !problem.backward.adds_grad_weight)
     gradients.weight = make({v, flce_grad_weight_cols(&problem)}, plan.grad_weight_dtype,
                             "grad_weight", &tensors->grad_weight);
-  if (problem.want_grad_bias)
+  if (problem.wants.grad_bias)
     gradients.bias = make({v}, plan.grad_bias_dtype, "grad_bias", &tensors->grad_bias);
   return gradients;
 }
@@ -45,7 +45,7 @@ inline Tensor allocate_workspace(const Device& device, int64_t bytes, const char
 inline Tensor allocate_loss(const Device& device, Call* call) {
   bool reduced = call->problem.reduction != FLCE_NONE;
   Tensor loss = device.allocate(reduced ? std::vector<int64_t>{} : call->shape,
-                                flce_stat_dtype(call->problem.dtype), "loss");
+                                flce_stat_dtype(call->problem.dtypes.gemm), "loss");
   call->tensors.loss = loss.mutable_data_ptr();
   return loss;
 }
@@ -61,15 +61,15 @@ struct ClassLogits {
 };
 
 inline Statistics allocate_statistics(const Device& device, bool keeps_statistics, Call* call) {
-  flce_dtype stat = flce_stat_dtype(call->problem.dtype);
+  flce_dtype stat = flce_stat_dtype(call->problem.dtypes.gemm);
   Statistics made;
   if (keeps_statistics) {
-    made.stats = device.allocate({FLCE_STAT_ROWS, call->problem.tokens}, stat, "stats");
+    made.stats = device.allocate({FLCE_STAT_ROWS, call->problem.shape.tokens}, stat, "stats");
     made.scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
     call->tensors.stats = made.stats->mutable_data_ptr();
     call->tensors.scalars = made.scalars->mutable_data_ptr();
   }
-  if (!call->problem.wants_predictions) return made;
+  if (!call->problem.wants.predictions) return made;
   made.predictions = device.allocate(call->shape, ScalarType::Long, "predictions");
   call->tensors.predictions = made.predictions->mutable_data_ptr();
   return made;

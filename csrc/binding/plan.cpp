@@ -47,19 +47,20 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
     if (one.dtype < one.least || one.dtype > FLCE_F16)
       refuse(one.name, "the index of a dtype", std::to_string(one.dtype));
   flce_problem problem = options.problem;
-  problem.tokens = sizes.tokens;
-  problem.hidden = sizes.hidden;
-  problem.weight_rows = sizes.weight_rows;
-  problem.rows = sizes.rows;
-  problem.input_dtype = static_cast<flce_dtype>(sizes.input_dtype);
-  problem.weight_dtype = static_cast<flce_dtype>(sizes.weight_dtype);
-  problem.has_bias = sizes.bias_dtype >= 0;
-  problem.bias_dtype =
-      problem.has_bias ? static_cast<flce_dtype>(sizes.bias_dtype) : problem.input_dtype;
-  problem.adds_grad_weight = sizes.added_dtype >= 0;
-  if (problem.adds_grad_weight) problem.added_dtype = static_cast<flce_dtype>(sizes.added_dtype);
-  problem.has_probabilities = sizes.probabilities != 0;
-  if (sizes.classes > 0) problem.row_classes = sizes.classes;
+  problem.shape.tokens = sizes.tokens;
+  problem.shape.hidden = sizes.hidden;
+  problem.shape.weight_rows = sizes.weight_rows;
+  problem.shape.rows = sizes.rows;
+  problem.dtypes.input = static_cast<flce_dtype>(sizes.input_dtype);
+  problem.dtypes.weight = static_cast<flce_dtype>(sizes.weight_dtype);
+  problem.has.bias = sizes.bias_dtype >= 0;
+  problem.dtypes.bias =
+      problem.has.bias ? static_cast<flce_dtype>(sizes.bias_dtype) : problem.dtypes.input;
+  problem.backward.adds_grad_weight = sizes.added_dtype >= 0;
+  if (problem.backward.adds_grad_weight)
+    problem.backward.added_dtype = static_cast<flce_dtype>(sizes.added_dtype);
+  problem.has.probabilities = sizes.probabilities != 0;
+  if (sizes.classes > 0) problem.wants.row_classes = sizes.classes;
   check(
       flce_find_classes(&problem, options.start, options.vocab, valid_vocab.value_or(FLCE_ABSENT)));
   choose_dtypes(options, &problem);
@@ -71,15 +72,15 @@ flce_problem problem_of(const Sizes& sizes, std::optional<int64_t> valid_vocab,
 std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
                                         const PackedOptions& options, flce_problem* student) {
   bool has_sizes = hidden != 0 || logits >= 0;
-  if (!student->divergence && !has_sizes) return std::nullopt;
-  if (!student->divergence) student->divergence = FLCE_FORWARD_KL;
+  if (!student->divergence.kind && !has_sizes) return std::nullopt;
+  if (!student->divergence.kind) student->divergence.kind = FLCE_FORWARD_KL;
   flce_problem problem = teacher_of(*student);
   if (logits >= 0) {
-    set_teacher_logits(static_cast<flce_dtype>(logits), student->weight_rows, &problem);
+    set_teacher_logits(static_cast<flce_dtype>(logits), student->shape.weight_rows, &problem);
     return problem;
   }
-  problem.hidden = hidden != 0 ? hidden : 1;
-  problem.has_bias = false;
+  problem.shape.hidden = hidden != 0 ? hidden : 1;
+  problem.has.bias = false;
   choose_teacher_dtypes(options, &problem);
   return problem;
 }
@@ -95,10 +96,10 @@ std::vector<int64_t> describe(SIZES_ARGUMENTS) {
   flce_problem problem = problem_of(SIZES, valid_vocab, options);
   std::optional<flce_problem> teacher =
       add_teacher(teacher_hidden, teacher_logits, options, &problem);
-  if (teacher) problem.teacher = &*teacher;
+  if (teacher) problem.divergence.teacher = &*teacher;
   check(flce_check_problem(&problem));
   flce_facts facts = {0};
-  flce_facts_of_type(on_cpu != 0, problem.dtype, &facts);
+  flce_facts_of_type(on_cpu != 0, problem.dtypes.gemm, &facts);
   flce_problem equal = flce_equal_share(&problem);
   flce_strategy s;
   flce_choose_strategy(&equal, &facts, &s);
@@ -117,10 +118,10 @@ std::vector<int64_t> describe(SIZES_ARGUMENTS) {
           plan.grad_input_dtype,
           plan.grad_weight_dtype,
           plan.grad_bias_dtype,
-          flce_stat_dtype(problem.dtype),
-          problem.first_class,
-          flce_is_sharded(&problem) ? problem.classes : problem.vocab,
-          problem.row_classes};
+          flce_stat_dtype(problem.dtypes.gemm),
+          problem.shard.first_class,
+          flce_is_sharded(&problem) ? problem.shard.classes : problem.shape.vocab,
+          problem.wants.row_classes};
 }
 
 template <typename Write>
@@ -165,7 +166,7 @@ std::tuple<std::string, double, std::string> plan(std::string gpu, int64_t devic
   flce_problem problem = problem_of(SIZES, valid_vocab, options);
   std::optional<flce_problem> teacher =
       add_teacher(teacher_hidden, teacher_logits, options, &problem);
-  if (teacher) problem.teacher = &*teacher;
+  if (teacher) problem.divergence.teacher = &*teacher;
   flce_plan made;
   if (!gpu.empty()) {
     flce_gpu absent = gpu_of(gpu);

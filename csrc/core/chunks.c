@@ -31,29 +31,30 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
                             const chunk_loop* loop, int64_t rows) {
   enum { COLUMNS = 192 };
   double wave = (double)(facts->multiprocessors * TILE_ROWS * COLUMNS);
-  double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->vocab;
-  return (elements + 0.5 * wave) * (double)problem->hidden;
+  double elements = (double)round_up(rows, loop->tile_rows) * (double)problem->shape.vocab;
+  return (elements + 0.5 * wave) * (double)loop->hidden;
 }
 
 /* dX's GEMM of `rows` rows with its best tile shape and number of splits. Split-K keeps a float32
  * partial result for each split in the GEMM's workspace. */
-static double dx_effort(const flce_problem* problem, const flce_facts* facts, int64_t rows) {
+static double dx_effort(const flce_problem* problem, const flce_facts* facts,
+                        const chunk_loop* loop, int64_t rows) {
   enum { MOST_SPLITS = 3 };
   static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
                                      {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
   double best = INFINITY;
   for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
     const gemm_tile* tile = &kTiles[i];
-    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(problem->hidden, tile->columns);
+    int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(loop->hidden, tile->columns);
     double size = tile->effort * (double)(tile->rows * tile->columns);
     for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {
-      int64_t partials = splits * rows * problem->hidden * flce_size_of(FLCE_F32);
+      int64_t partials = splits * rows * loop->hidden * flce_size_of(FLCE_F32);
       if (splits > 1 && partials > facts->gemm_workspace_bytes) break;
       int64_t waves = ceil_div(tiles * splits, facts->multiprocessors);
       best = fmin(best, (double)waves * size / (double)splits);
     }
   }
-  return best * (double)(facts->multiprocessors * problem->vocab);
+  return best * (double)(facts->multiprocessors * problem->shape.vocab);
 }
 
 /* dW's GEMM of `rows` rows. The mainloop hides part of the traffic of dW, more the longer it is.
@@ -61,9 +62,9 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts, in
  * where dW is large: 4096 x 16384 x 128256 took 1.6 % longer in two chunks than in one and 4 %
  * longer in four (benchmarks/NOTES.md, 2026-11-23). */
 static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
-  double elements = (double)problem->vocab * (double)problem->hidden;
+  double elements = (double)problem->shape.vocab * (double)loop->hidden;
   double products = elements * (double)rows;
-  double moves = elements * 2.0 * (double)flce_size_of(problem->accum_dtype) * kAddsPerByte;
+  double moves = elements * 2.0 * (double)flce_size_of(loop->accum_dtype) * kAddsPerByte;
   double hidden = 0.58 * products / moves - 0.2;
   double exposed = loop->overlaps_dw ? 1.0 - fmin(fmax(hidden, 0.0), 0.88) : 1.0;
   return products + exposed * moves;
@@ -72,9 +73,9 @@ static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int
 static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
                            const chunk_loop* loop, int64_t rows) {
   enum { FAST_ELEMENTS = 8 }; /* 16-bit: cuBLASLt's fast kernels need multiples of 16 bytes */
-  double effort = kChunkEffort + (problem->vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
+  double effort = kChunkEffort + (problem->shape.vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
-  if (loop->makes_dx) effort += dx_effort(problem, facts, rows);
+  if (loop->makes_dx) effort += dx_effort(problem, facts, loop, rows);
   if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
   return effort;
 }
@@ -82,8 +83,8 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
 /* The modelled time of all chunks of a loop, in multiply-adds. */
 static double loop_effort(const flce_problem* problem, const flce_facts* facts,
                           const chunk_loop* loop, int64_t chunk_rows) {
-  int64_t chunks = ceil_div(problem->rows, chunk_rows);
-  int64_t last = problem->rows - (chunks - 1) * chunk_rows;
+  int64_t chunks = ceil_div(problem->shape.rows, chunk_rows);
+  int64_t last = problem->shape.rows - (chunks - 1) * chunk_rows;
   return (double)(chunks - 1) * chunk_effort(problem, facts, loop, chunk_rows) +
          chunk_effort(problem, facts, loop, last);
 }
@@ -91,7 +92,7 @@ static double loop_effort(const flce_problem* problem, const flce_facts* facts,
 /* The rows of a chunk if there are `chunks` of about equal size, rounded up to whole tiles. (The
  * rounding may leave fewer chunks.) */
 static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t tile) {
-  return min64(round_up(ceil_div(problem->rows, chunks), tile), problem->rows);
+  return min64(round_up(ceil_div(problem->shape.rows, chunks), tile), problem->shape.rows);
 }
 
 /* The chunk rows with the least modelled time, among `fewest` to twice as many chunks: still more
@@ -101,7 +102,7 @@ static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* fac
                               const chunk_loop* loop, int64_t tile, int64_t fewest) {
   const double kTolerance = 1.01, kStopAbove = 1.1;
   const int64_t kMostOfFewest = 2;
-  bool saves = problem->saves_memory;
+  bool saves = loop->saves_memory;
   int64_t rows[MAX_TRIED];
   double effort[MAX_TRIED], least = INFINITY;
   int tried = 0;
@@ -135,34 +136,34 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
 /* The most rows of a chunk. Where the rows' other scratch takes more than their logits, as with few
  * classes and a large H, a tile whose logits fit max_memory fits. */
 static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* loop, int64_t* fit) {
-  int64_t of_logits = problem->max_memory / max64(loop->logits_bytes, 1);
-  int64_t of_all = problem->max_memory / max64(loop->row_bytes, 1);
+  int64_t of_logits = loop->max_memory / max64(loop->logits_bytes, 1);
+  int64_t of_all = loop->max_memory / max64(loop->row_bytes, 1);
   /* A row of equal shares fits: a rank with more classes must not refuse what the others run. A
    * rank without a class has no logits. */
-  if (of_logits < 1 && problem->chunk_rows == 0)
+  if (of_logits < 1 && problem->derived.chunk_rows == 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
-                     (long long)loop->logits_bytes, (long long)problem->max_memory);
+                     (long long)loop->logits_bytes, (long long)loop->max_memory);
   *fit = min64(max64(of_all, min64(max64(of_logits, 1), TILE_ROWS)), loop->max_rows);
   return FLCE_OK;
 }
 
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
-                              const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
-                              int64_t* chunks) {
+                              const chunk_loop* loop, int64_t* chunk_rows, int64_t* chunks) {
   *chunk_rows = *chunks = 0;
-  if (problem->rows == 0) return FLCE_OK;
+  if (problem->shape.rows == 0) return FLCE_OK;
   int64_t fit = 0;
   FLCE_TRY(fitting_rows(problem, loop, &fit));
   int64_t tile = tile_of(loop, fit);
-  int64_t fewest = fit >= problem->rows ? 1 : ceil_div(problem->rows, fit / tile * tile);
-  bool modelled = facts->multiprocessors > 0 && flce_size_of(dtype) == 2 && tile >= TILE_ROWS &&
-                  (loop->makes_dx || problem->saves_memory);
-  *chunk_rows = problem->rows;
+  int64_t fewest =
+      fit >= problem->shape.rows ? 1 : ceil_div(problem->shape.rows, fit / tile * tile);
+  bool modelled = facts->multiprocessors > 0 && flce_size_of(loop->dtype) == 2 &&
+                  tile >= TILE_ROWS && (loop->makes_dx || loop->saves_memory);
+  *chunk_rows = problem->shape.rows;
   *chunks = 1;
-  if (fewest == 1 && !(modelled && problem->saves_memory)) return FLCE_OK;
+  if (fewest == 1 && !(modelled && loop->saves_memory)) return FLCE_OK;
   *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
                          : equal_chunks(problem, fewest, tile);
-  *chunks = ceil_div(problem->rows, *chunk_rows);
+  *chunks = ceil_div(problem->shape.rows, *chunk_rows);
   return FLCE_OK;
 }

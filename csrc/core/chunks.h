@@ -27,20 +27,24 @@ enum { TILE_ROWS = 128 };
 
 /* The loop over chunks of the forward or of the backward. */
 typedef struct chunk_loop {
-  int64_t row_bytes;    /* bytes that a row of a chunk takes of max_memory */
-  int64_t logits_bytes; /* of a row of logits alone, of which max_memory has to hold one */
-  int64_t max_rows;     /* upper bound of a chunk's rows, whatever max_memory is; at least 1 */
-  int64_t tile_rows;    /* rows that the loop's kernels compute at a time */
-  bool makes_logits,    /* the loop runs the logits GEMM */
-      makes_dx,         /* the loop runs dX's GEMM */
-      makes_dw;         /* the loop runs dW's GEMM */
-  bool overlaps_dw;     /* dW's GEMM reads and writes dW during its mainloop */
+  flce_dtype dtype;       /* of the GEMMs' operands */
+  int64_t hidden;         /* the plan's */
+  flce_dtype accum_dtype; /* in which dW is summed over chunks */
+  int64_t max_memory;     /* bytes of all rows of a chunk */
+  bool saves_memory;      /* as flce_problem's: chunks may be smaller than fits */
+  int64_t row_bytes;      /* bytes that a row of a chunk takes of max_memory */
+  int64_t logits_bytes;   /* of a row of logits alone, of which max_memory has to hold one */
+  int64_t max_rows;       /* upper bound of a chunk's rows, whatever max_memory is; at least 1 */
+  int64_t tile_rows;      /* rows that the loop's kernels compute at a time */
+  bool makes_logits,      /* the loop runs the logits GEMM */
+      makes_dx,           /* the loop runs dX's GEMM */
+      makes_dw;           /* the loop runs dW's GEMM */
+  bool overlaps_dw;       /* dW's GEMM reads and writes dW during its mainloop */
 } chunk_loop;
 
-/* Chooses the rows of a chunk and the number of chunks. `problem` has the plan's hidden size and
- * accum_dtype. FLCE_INVALID_ARGUMENT if max_memory is less than one row of logits. */
+/* Chooses the rows of a chunk and the number of chunks. FLCE_INVALID_ARGUMENT if the loop's
+ * max_memory is less than one row of logits. */
 flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* facts,
-                              const chunk_loop* loop, flce_dtype dtype, int64_t* chunk_rows,
-                              int64_t* chunks);
+                              const chunk_loop* loop, int64_t* chunk_rows, int64_t* chunks);
 
 #endif

@@ -8,19 +8,19 @@ static flce_rows view_logits(const flce_backend* backend, const flce_problem* pr
   *e = (execution){.backend = backend,
                    .problem = problem,
                    .tensors = tensors,
-                   .stat = flce_stat_dtype(problem->dtype),
+                   .stat = flce_stat_dtype(problem->dtypes.gemm),
                    .losses = losses};
-  flce_rows view = open_rows(e, 0, problem->tokens);
-  view.probabilities_pitch = problem->vocab;
-  set_z(&view,
-        &(chunk_matrix){(void*)tensors->input, problem->dtype, problem->vocab, problem->vocab});
+  flce_rows view = open_rows(e, 0, problem->shape.tokens);
+  view.probabilities_pitch = problem->shape.vocab;
+  set_z(&view, &(chunk_matrix){(void*)tensors->input, problem->dtypes.gemm, problem->shape.vocab,
+                               problem->shape.vocab});
   return view;
 }
 
 static flce_status check_classes(const flce_problem* problem) {
-  if (problem->vocab >= 1) return FLCE_OK;
+  if (problem->shape.vocab >= 1) return FLCE_OK;
   return flce_fail(FLCE_INVALID_ARGUMENT, "logits: expected at least one class, got %lld",
-                   (long long)problem->vocab);
+                   (long long)problem->shape.vocab);
 }
 
 flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_problem* problem,
@@ -34,7 +34,7 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
   CALL(&e, prepare, problem, tensors, NULL, 0, false);
   CALL(&e, stat_rows, &view);
   if (reduced)
-    CALL(&e, reduce, tensors->loss, tensors->workspace, problem->tokens,
+    CALL(&e, reduce, tensors->loss, tensors->workspace, problem->shape.tokens,
          scalar(&e, FLCE_SCALAR_INV_DENOM), e.stat, false);
   return FLCE_OK;
 }
@@ -43,8 +43,8 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
                                         const flce_tensors* tensors) {
   execution e;
   flce_rows view = view_logits(backend, problem, tensors, NULL, &e);
-  set_out(&view,
-          &(chunk_matrix){tensors->grad_input, problem->dtype, problem->vocab, problem->vocab});
+  set_out(&view, &(chunk_matrix){tensors->grad_input, problem->dtypes.gemm, problem->shape.vocab,
+                                 problem->shape.vocab});
   flce_upstream upstream = upstream_of(&e);
   FLCE_TRY(check_classes(problem));
   CALL(&e, row_coefficients, &view, NULL, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),

@@ -15,11 +15,16 @@
  * A divergence (distillation) computes a teacher's logits before the student's. Its forward makes
  * the losses alone, or the gradients too, by GEMMs or from samples. It has no backward.
  *
- * A step is a function of steps.h or, for the gradient GEMMs, of gradients.h, for samples of
- * samples.h, for the teacher of teacher.h, for a vocabulary that ranks share of shards.h: without
- * ranks those do nothing, or what the backend's function does. Steps know from the plan whether
- * kernels are fused, where the bias is added and which buffers there are. Form, dtypes, sizes and
- * buffers are decided in plan.c; the arithmetic is the backend's (backend.h). */
+ * A step is a function of forward_steps.h, backward_steps.h or, for both, steps.h; for the gradient
+ * GEMMs of gradients.h, for samples of samples.h, for the teacher of teacher.h, for a vocabulary
+ * that ranks share of shards.h: without ranks those do nothing, or what the backend's function
+ * does. Where a chunk's matrices are is said in chunk_memory.c. Steps know from the plan whether
+ * kernels are fused, where the bias is added and which buffers there are. Form, dtypes and sizes
+ * are decided in plan.c, and buffers.c has the table of buffers; the arithmetic is the backend's
+ * (backend.h). */
+#include "core/backward_steps.h"
+#include "core/chunk_memory.h"
+#include "core/forward_steps.h"
 #include "core/gradients.h"
 #include "core/plan_rules.h"
 #include "core/samples.h"
@@ -44,8 +49,8 @@ static flce_status exchange_all_statistics(const execution* e) {
 /* save=stats: the statistics are an output. flce_begin_loss, which prepares scalars and blank rows,
  * is called once: before or during the first chunk's logits GEMM, or here if there are no rows. */
 static flce_status forward_stats(const execution* e) {
-  if (e->problem->rows == 0) FLCE_TRY(flce_begin_loss(e, false));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
     FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
     FLCE_TRY(flce_statistics(e, &c));
@@ -62,8 +67,8 @@ static flce_status forward_loss_only(const execution* e) {
 
 /* save=logits: E or z of each chunk stays in the caller's `saved`. */
 static flce_status forward_logits(const execution* e) {
-  if (e->problem->rows == 0) FLCE_TRY(flce_begin_loss(e, false));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_to_saved(e, first);
     FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
@@ -76,7 +81,7 @@ static flce_status forward_logits(const execution* e) {
 
 /* save=grads: the gradients for grad_output = 1, chunk by chunk, while its logits are there. */
 static flce_status forward_grads(const execution* e) {
-  int64_t rows = e->problem->rows;
+  int64_t rows = e->problem->shape.rows;
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
   /* E W needs no statistics: its GEMM hides the ranks' exchange of them. */
   bool hides_exchange = exp_form && e->shard;
@@ -105,8 +110,8 @@ static flce_status forward_grads(const execution* e) {
 
 /* save=samples: a list of (class, E) of each row, drawn from its E. */
 static flce_status forward_samples(const execution* e) {
-  if (e->problem->rows == 0) FLCE_TRY(flce_begin_loss(e, false));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
     FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
@@ -130,7 +135,7 @@ static flce_status compare_logits(const execution* e, int64_t first, chunk* c,
 /* The losses of a divergence. */
 static flce_status forward_divergence(const execution* e) {
   FLCE_TRY(flce_begin_loss(e, false));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
     FLCE_TRY(compare_logits(e, first, &c, &teacher));
@@ -142,7 +147,7 @@ static flce_status forward_divergence(const execution* e) {
 /* save=grads of a divergence. */
 static flce_status forward_divergence_grads(const execution* e) {
   FLCE_TRY(begin_with_gradients(e, false));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
     FLCE_TRY(compare_logits(e, first, &c, &teacher));
@@ -159,7 +164,7 @@ static flce_status forward_divergence_grads(const execution* e) {
  * gradients of all rows are gathered. */
 static flce_status forward_divergence_samples(const execution* e) {
   FLCE_TRY(begin_with_gradients(e, false));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->chunk_rows) {
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
     FLCE_TRY(compare_logits(e, first, &c, &teacher));
@@ -211,12 +216,12 @@ static flce_status begin_backward(const execution* e) {
 static flce_status backward_logits(execution* e) {
   const flce_plan* plan = e->plan;
   bool reads_bias = !plan->saves_exp && !plan->gemm_adds_bias; /* z is saved without it */
-  FLCE_TRY(flce_open_operands(e, e->problem->want_grad_weight, reads_bias));
+  FLCE_TRY(flce_open_operands(e, e->problem->wants.grad_weight, reads_bias));
   FLCE_TRY(begin_backward(e));
-  for (int64_t first = 0; first < e->problem->rows; first += plan->backward_chunk_rows) {
+  for (int64_t first = 0; first < e->problem->shape.rows; first += plan->backward_chunk_rows) {
     const chunk c = flce_chunk_from_saved(e, first);
     FLCE_TRY(flce_upstream_coefficients(e, &c));
-    FLCE_TRY(flce_upstream_dz_of_saved(e, &c));
+    FLCE_TRY(flce_dz_of_saved(e, &c));
     FLCE_TRY(flce_dx_gemm(e, &c));
     FLCE_TRY(flce_add_gradients(e, &c));
   }
@@ -224,16 +229,15 @@ static flce_status backward_logits(execution* e) {
   return flce_finish_gradients(e);
 }
 
-/* save=stats: one GEMM more than save=logits, to compute the logits again. flce_upstream_dz
- * overwrites them by E in form exp, by dz in form dz. */
+/* save=stats: one GEMM more than save=logits, to compute the logits again. */
 static flce_status backward_stats(execution* e) {
   FLCE_TRY(flce_open_operands(e, true, true));
   FLCE_TRY(begin_backward(e));
-  for (int64_t first = 0; first < e->problem->rows; first += e->plan->backward_chunk_rows) {
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->backward_chunk_rows) {
     const chunk c = flce_chunk_recomputed(e, first);
     FLCE_TRY(flce_upstream_coefficients(e, &c));
     FLCE_TRY(flce_recompute_logits(e, &c));
-    FLCE_TRY(flce_upstream_dz(e, &c));
+    FLCE_TRY(flce_exp_or_dz(e, &c));
     FLCE_TRY(flce_dx_gemm(e, &c));
     FLCE_TRY(flce_add_gradients(e, &c));
   }
@@ -243,7 +247,7 @@ static flce_status backward_stats(execution* e) {
 
 /* save=samples: gathers by the lists, of all rows at once. */
 static flce_status backward_samples(execution* e) {
-  FLCE_TRY(flce_open_operands(e, e->problem->want_grad_weight, false));
+  FLCE_TRY(flce_open_operands(e, e->problem->wants.grad_weight, false));
   FLCE_TRY(begin_backward(e));
   const chunk all = flce_all_rows(e);
   FLCE_TRY(flce_upstream_coefficients(e, &all));

@@ -1,6 +1,7 @@
 /* The records of a call and of a chunk, and helpers that make the arguments of a backend's
- * functions from them: the lowest layer of the files that execute a plan. Above it are gradients.h,
- * samples.h and shards.h, then steps.h, and above these engine.c. */
+ * functions from them: the lowest layer of the files that execute a plan. Above it are
+ * chunk_memory.h, gradients.h, samples.h and shards.h, then steps.h, then forward_steps.h and
+ * backward_steps.h, and above these engine.c. */
 #ifndef FLCE_EXECUTION_H
 #define FLCE_EXECUTION_H
 
@@ -51,15 +52,15 @@ static inline const void* scalar(const execution* e, enum flce_scalar index) {
 /* The rows' classes whose logits are an output, from token `first` on. */
 static inline flce_row_classes open_classes(const execution* e, int64_t first) {
   const flce_problem* problem = e->problem;
-  int64_t count = problem->row_classes;
+  int64_t count = problem->wants.row_classes;
   bool sharded = flce_is_sharded(problem);
   return (flce_row_classes){
       .ids = e->tensors->classes ? e->tensors->classes + first * count : NULL,
       .z = optional_ptr(e->tensors->class_logits, first * count, e->stat),
       .grads = optional_ptr(e->tensors->grad_classes, first * count, e->stat),
       .count = count,
-      .first = sharded ? problem->first_class : 0,
-      .all = sharded ? problem->classes : problem->vocab,
+      .first = sharded ? problem->shard.first_class : 0,
+      .all = sharded ? problem->shard.classes : problem->shape.vocab,
       .none = e->no_class,
   };
 }
@@ -68,11 +69,11 @@ static inline flce_row_classes open_classes(const execution* e, int64_t first) {
 static inline flce_rows open_rows(const execution* e, int64_t first, int64_t rows) {
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
-  int64_t columns = problem->weight_rows;
+  int64_t columns = problem->shape.weight_rows;
   bool adds_bias = e->plan && e->plan->gemm_adds_bias;
   return (flce_rows){
       .rows = rows,
-      .vocab = problem->vocab,
+      .vocab = problem->shape.vocab,
       /* row_coefficients and blank_rows take the stat dtype from it, also where z is not set. */
       .z_dtype = e->stat,
       .bias = adds_bias ? NULL : e->bias,
@@ -85,9 +86,9 @@ static inline flce_rows open_rows(const execution* e, int64_t first, int64_t row
       .token_weight = optional_ptr(tensors->token_weight, first, e->stat),
       .temperature = optional_ptr(tensors->temperature, first, e->stat),
       .options = problem->loss,
-      .wants_entropy = problem->wants_entropy,
+      .wants_entropy = problem->wants.entropy,
       .stats = element_ptr(tensors->stats, first, e->stat),
-      .stat_pitch = problem->tokens,
+      .stat_pitch = problem->shape.tokens,
       .loss = (void*)optional_ptr(e->losses, first, e->stat),
       .predictions = tensors->predictions ? (int64_t*)tensors->predictions + first : NULL,
       .classes = open_classes(e, first),
@@ -136,7 +137,7 @@ static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
 }
 
 /* Consecutive computed rows whose logits are in memory at a time: where what belongs to them is.
- * All of it follows from the plan and the first row (steps.h). */
+ * All of it follows from the plan and the first row (chunk_memory.h). */
 typedef struct chunk {
   int64_t first, rows;  /* computed rows [first, first + rows) */
   const int64_t* index; /* their tokens, or NULL: the same */
@@ -170,7 +171,8 @@ static inline const void* weight_input(const execution* e) {
 }
 
 static inline bool wants_gradients(const execution* e) {
-  return e->problem->want_grad_input || e->problem->want_grad_weight || e->problem->want_grad_bias;
+  return e->problem->wants.grad_input || e->problem->wants.grad_weight ||
+         e->problem->wants.grad_bias;
 }
 
 /* For GEMMs that a backend runs within its other functions. */

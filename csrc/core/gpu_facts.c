@@ -15,17 +15,17 @@ static int64_t most_of(int64_t a, int64_t b) {
 
 /* Upper bound of the arrays [tiles of V][rows] that fused_scratch_of lays out. */
 static int64_t number_count(const flce_problem* p) {
-  const bool soft = p->has_probabilities;
-  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants_entropy +
-         2 * p->wants_predictions;
+  const bool soft = p->has.probabilities;
+  return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants.entropy +
+         2 * p->wants.predictions;
 }
 
 /* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], the
  * PackedRow of a divergence, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a
  * row. */
 static int64_t scratch_row_bytes(const flce_logits_gemm* gemm, const flce_problem* p) {
-  return 4 * (number_count(p) * flce_ceil_div(p->vocab, gemm->tile_columns) + 8 +
-              (p->teacher ? FLCE_PACKED_ROW_FLOATS : 0));
+  return 4 * (number_count(p) * flce_ceil_div(p->shape.vocab, gemm->tile_columns) + 8 +
+              (p->divergence.teacher ? FLCE_PACKED_ROW_FLOATS : 0));
 }
 
 /* FLCE_KERNEL: "auto": chosen by the measured limits below. "gemm": cuBLASLt and separate row
@@ -43,8 +43,8 @@ static flce_status read_choice(const char* text, kernel_choice* choice) {
 
 /* Depends on dtypes and sizes alone, so that a forward and its backward agree. */
 static bool suits_own_gemms(const flce_problem* p) {
-  return (p->dtype == FLCE_BF16 || p->dtype == FLCE_F16) && p->vocab <= FLCE_MAX_VOCAB &&
-         p->tokens <= INT32_MAX / 2;
+  return (p->dtypes.gemm == FLCE_BF16 || p->dtypes.gemm == FLCE_F16) &&
+         p->shape.vocab <= FLCE_MAX_VOCAB && p->shape.tokens <= INT32_MAX / 2;
 }
 
 /* Finding the valid rows takes about 40 us, 2 % of a step with kLeast logits. Gathering their x
@@ -53,38 +53,38 @@ static bool suits_own_gemms(const flce_problem* p) {
 static bool is_worth_finding_rows(const flce_problem* p) {
   const double kLeast = 1 << 27;
   const int64_t kLeastVocab = 8192;
-  return !p->has_probabilities && p->vocab >= kLeastVocab &&
-         (double)p->tokens * (double)p->vocab >= kLeast;
+  return !p->has.probabilities && p->shape.vocab >= kLeastVocab &&
+         (double)p->shape.tokens * (double)p->shape.vocab >= kLeast;
 }
 
 /* Whether l is a positive factor times z and nothing but the loss is computed of it. */
 static bool has_scaled_logits(const flce_problem* p) {
   const flce_loss* o = &p->loss;
   const bool rises = (float)(o->logit_scale / o->temperature * FLCE_LOG2E) > 0;
-  return rises && !flce_caps_logits(o) && o->label_smoothing == 0 && !p->wants_entropy &&
-         !p->wants_predictions;
+  return rises && !flce_caps_logits(o) && o->label_smoothing == 0 && !p->wants.entropy &&
+         !p->wants.predictions;
 }
 
 /* Whether the fused kernels implement this loss. With probabilities they implement no other
  * option. */
 static bool suits_fused_gemm(const flce_problem* p) {
-  const bool others = !has_scaled_logits(p) || p->has_class_weight || p->has_temperature;
-  return !p->unaligned && !(p->has_probabilities && others);
+  const bool others = !has_scaled_logits(p) || p->has.class_weight || p->has.temperature;
+  return !p->has.unaligned_operand && !(p->has.probabilities && others);
 }
 
 /* Whether the kernels of scaled rows (cuda/rows/row.cuh) serve one of a divergence's two logits
  * GEMMs. */
 static bool suits_scaled_rows(const flce_problem* p) {
-  return has_scaled_logits(p) && !p->has_probabilities;
+  return has_scaled_logits(p) && !p->has.probabilities;
 }
 
 /* Whether the fused kernels run both logits GEMMs of a divergence and pack the logits. Ranks of a
  * sharded vocabulary exchange the statistics of both first. */
 static bool suits_packing(const flce_logits_gemm* gemm, const flce_problem* p, bool always) {
-  const flce_problem* t = p->teacher;
-  return t && !t->gives_logits && !flce_is_sharded(p) && suits_scaled_rows(p) &&
+  const flce_problem* t = p->divergence.teacher;
+  return t && !t->has.logits && !flce_is_sharded(p) && suits_scaled_rows(p) &&
          suits_scaled_rows(t) && suits_own_gemms(t) && suits_fused_gemm(t) &&
-         (always || t->hidden >= gemm->least_hidden);
+         (always || t->shape.hidden >= gemm->least_hidden);
 }
 
 /* Sets the facts of the architecture's own GEMMs, fused_*, skips_rows, bias_parts. They are 0 or
@@ -97,15 +97,17 @@ static flce_status own_gemm_facts(const flce_architecture* a, const char* kernel
   kernel_choice choice;
   FLCE_TRY(read_choice(kernel, &choice));
   if (!a || !suits_own_gemms(p)) return FLCE_OK;
-  const bool is_bf16 = p->dtype == FLCE_BF16, always = choice == FUSED_KERNEL;
+  const bool is_bf16 = p->dtypes.gemm == FLCE_BF16, always = choice == FUSED_KERNEL;
   facts->skips_rows = a->skips_rows && is_bf16 && is_worth_finding_rows(p);
   if (choice == GEMM_KERNEL) return FLCE_OK;
-  if (is_bf16 && !p->weight_unaligned) facts->bias_parts = flce_bias_parts(&a->weight, p->hidden);
+  if (is_bf16 && !p->backward.has_unaligned)
+    facts->bias_parts = flce_bias_parts(&a->weight, p->shape.hidden);
   const flce_logits_gemm* gemm = &a->logits;
-  if (gemm->tile_columns > 0 && suits_fused_gemm(p) && (always || p->rows >= gemm->least_rows)) {
+  if (gemm->tile_columns > 0 && suits_fused_gemm(p) &&
+      (always || p->shape.rows >= gemm->least_rows)) {
     facts->fused_row_bytes = scratch_row_bytes(gemm, p);
     facts->fused_tile_rows = gemm->cluster_rows;
-    facts->fused_writes_z = always || p->hidden >= gemm->least_hidden;
+    facts->fused_writes_z = always || p->shape.hidden >= gemm->least_hidden;
     facts->fused_packs = facts->fused_writes_z && suits_packing(gemm, p, always);
   }
   return FLCE_OK;
@@ -118,9 +120,10 @@ static flce_status own_gemm_facts(const flce_architecture* a, const char* kernel
 static int64_t gemm_workspace(const flce_problem* p, int64_t capability) {
   const int64_t mib = 1 << 20, kPartials = 16;
   const int64_t cap = (capability >= 90 ? 32 : 8) * mib;
-  const double most = fmax((double)p->tokens * (double)p->vocab,
-                           (double)p->hidden * fmax((double)p->tokens, (double)p->vocab));
-  const double wanted = most * (double)(kPartials * flce_size_of(flce_stat_dtype(p->dtype)));
+  const double most =
+      fmax((double)p->shape.tokens * (double)p->shape.vocab,
+           (double)p->shape.hidden * fmax((double)p->shape.tokens, (double)p->shape.vocab));
+  const double wanted = most * (double)(kPartials * flce_size_of(flce_stat_dtype(p->dtypes.gemm)));
   if (wanted >= (double)cap) return cap;
   return most_of(mib, flce_ceil_div((int64_t)wanted, 256) * 256);
 }
@@ -132,9 +135,9 @@ static int64_t column_sum_bytes(int64_t rows, int64_t cols, flce_dtype dtype) {
 
 /* Scratch of the three uses of column_sum: E [N][V], W [V][H] and x [N][H]. */
 static int64_t column_sum_scratch(const flce_problem* p) {
-  const int64_t e = column_sum_bytes(p->tokens, p->vocab, p->dtype);
-  const int64_t w = column_sum_bytes(p->vocab, p->hidden, p->dtype);
-  const int64_t x = column_sum_bytes(p->tokens, p->hidden, p->dtype);
+  const int64_t e = column_sum_bytes(p->shape.tokens, p->shape.vocab, p->dtypes.gemm);
+  const int64_t w = column_sum_bytes(p->shape.vocab, p->shape.hidden, p->dtypes.gemm);
+  const int64_t x = column_sum_bytes(p->shape.tokens, p->shape.hidden, p->dtypes.gemm);
   return most_of(e, most_of(w, x));
 }
 
@@ -157,8 +160,8 @@ static int64_t order_bytes(int64_t tokens) {
 }
 
 static flce_status sample_bytes(const flce_problem* p, int64_t* bytes) {
-  const flce_sample_sizes s =
-      flce_sample_sizes_of(p->rows, p->gradient_eps, p->vocab, flce_ceil_div(p->hidden, 8) * 8);
+  const flce_sample_sizes s = flce_sample_sizes_of(p->shape.rows, p->sampling.eps, p->shape.vocab,
+                                                   flce_ceil_div(p->shape.hidden, 8) * 8);
   if (s.count > INT32_MAX)
     return flce_fail(FLCE_UNSUPPORTED,
                      "gradient_eps: expected at most %d samples of all rows, got up to %lld; take "
@@ -175,25 +178,26 @@ static flce_status sample_bytes(const flce_problem* p, int64_t* bytes) {
  * stays. */
 static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   flce_problem problem = *given;
-  problem.hidden = flce_ceil_div(given->hidden, alignment) * alignment;
-  if (problem.hidden != given->hidden) problem.unaligned = false;
+  problem.shape.hidden = flce_ceil_div(given->shape.hidden, alignment) * alignment;
+  if (problem.shape.hidden != given->shape.hidden) problem.has.unaligned_operand = false;
   return problem;
 }
 
 flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_architecture* architecture,
                            const char* kernel, const flce_problem* given, flce_facts* facts) {
-  flce_facts_of_type(false, given->dtype, facts);
+  flce_facts_of_type(false, given->dtypes.gemm, facts);
   const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
   facts->multiprocessors = gpu->multiprocessors;
   facts->gemm_workspace_bytes = gemm_workspace(problem, gpu->capability);
   facts->column_sum_bytes = column_sum_scratch(problem);
   facts->compact_bytes = facts->sample_bytes = 0;
-  FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
-  facts->order_bytes = order_bytes(problem->tokens);
+  FLCE_TRY(flce_check_order(problem->shape.tokens, problem->shape.vocab));
+  facts->order_bytes = order_bytes(problem->shape.tokens);
   if (flce_is_sampled(problem)) FLCE_TRY(sample_bytes(problem, &facts->sample_bytes));
   FLCE_TRY(own_gemm_facts(architecture, kernel, problem, facts));
   /* Rows may be gathered. */
-  if (problem->rows < problem->tokens || facts->skips_rows || problem->gathers)
-    facts->compact_bytes = flce_index_bytes(problem->tokens) + select_scratch(problem->tokens);
+  if (problem->shape.rows < problem->shape.tokens || facts->skips_rows || problem->derived.gathers)
+    facts->compact_bytes =
+        flce_index_bytes(problem->shape.tokens) + select_scratch(problem->shape.tokens);
   return FLCE_OK;
 }

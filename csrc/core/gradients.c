@@ -4,29 +4,30 @@
 #include "core/plan_rules.h"
 
 static const void* coef_row(const execution* e, const chunk* c, enum flce_coef_row row) {
-  return element_ptr(c->coef, row * e->problem->tokens, e->stat);
+  return element_ptr(c->coef, row * e->problem->shape.tokens, e->stat);
 }
 
 /* The buffer for the B operand of dW's GEMM, or NULL if that is x itself. Form exp: coef * x. Form
  * dz: x * FLCE_SCALAR_INPUT_SCALE with zeros in ignored rows, because a NaN in x times a dz of 0
  * would be NaN. */
 static void* scaled_input(const execution* e) {
-  return e->problem->want_grad_weight ? buffer_ptr(e, FLCE_BUF_SCALED_X) : NULL;
+  return e->problem->wants.grad_weight ? buffer_ptr(e, FLCE_BUF_SCALED_X) : NULL;
 }
 
 /* dX of the chunk; with a sharded vocabulary this rank's part of it. */
 static void* dx_rows_of(const execution* e, const chunk* c) {
   int64_t first = e->plan->gathers ? 0 : c->first;
-  return element_ptr(e->tensors->grad_input, first * e->problem->hidden, e->plan->partial_dx_dtype);
+  return element_ptr(e->tensors->grad_input, first * e->problem->shape.hidden,
+                     e->plan->partial_dx_dtype);
 }
 
 flce_status flce_dx_gemm(const execution* e, const chunk* c) {
-  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
+  if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
   void* own = buffer_ptr(e, FLCE_BUF_DX_ROWS);
   return flce_run_gemm(e, (flce_gemm){.m = c->rows,
                                       .n = h,
-                                      .k = e->problem->vocab,
+                                      .k = e->problem->shape.vocab,
                                       .a = c->out.data,
                                       .b = e->linear_weight,
                                       .c = own ? own : dx_rows_of(e, c),
@@ -40,9 +41,9 @@ flce_status flce_dx_gemm(const execution* e, const chunk* c) {
 /* dX of the chunk from its GEMM. In form exp the pass also writes scaled_input, since it reads the
  * rows' factors anyway. */
 flce_status flce_finish_dx(const execution* e, const chunk* c) {
-  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
+  if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, cols = e->problem->hidden;
+  int64_t h = plan->hidden, cols = e->problem->shape.hidden;
   void *own = buffer_ptr(e, FLCE_BUF_DX_ROWS), *dx = dx_rows_of(e, c), *result = own ? own : dx;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !own) return FLCE_OK;
@@ -72,7 +73,7 @@ static void* dw_accum(const execution* e) {
 
 /* True if dW is accumulated in the caller's grad_weight, added to its contents. */
 static bool sums_in_callers(const execution* e) {
-  return e->problem->adds_grad_weight && !buffer_ptr(e, FLCE_BUF_DW_ACCUM);
+  return e->problem->backward.adds_grad_weight && !buffer_ptr(e, FLCE_BUF_DW_ACCUM);
 }
 
 /* The weights of the chunk's rows of E or dz in db, [rows] stat dtype; NULL for ones. */
@@ -108,11 +109,11 @@ static flce_status weight_and_bias(const execution* e, const chunk* c, const flc
 /* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->vocab;
+  int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->shape.vocab;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   const void* x = input_of(e, c);
   void* scaled = scaled_input(e);
-  if (scaled && !(exp_form && e->problem->want_grad_input))
+  if (scaled && !(exp_form && e->problem->wants.grad_input))
     CALL(e, scale_rows,
          &(flce_scale_rows_args){.out = scaled,
                                  .out_pitch = h,
@@ -169,7 +170,7 @@ static flce_status bias_gradient(const execution* e, const chunk* c) {
                                .a_dtype = e->plan->dtype,
                                .pitch = c->out.pitch,
                                .rows = c->rows,
-                               .cols = e->problem->vocab,
+                               .cols = e->problem->shape.vocab,
                                .weights = weights,
                                .accumulate = c->first > 0,
                                .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
@@ -177,9 +178,9 @@ static flce_status bias_gradient(const execution* e, const chunk* c) {
 }
 
 flce_status flce_add_class_gradients(const execution* e, const chunk* c) {
-  if (e->problem->vocab == 0) return FLCE_OK;
-  if (e->problem->want_grad_weight) FLCE_TRY(weight_gradient(e, c));
-  if (e->problem->want_grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
+  if (e->problem->wants.grad_weight) FLCE_TRY(weight_gradient(e, c));
+  if (e->problem->wants.grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
   return FLCE_OK;
 }
 
@@ -190,12 +191,12 @@ flce_status flce_add_class_gradients(const execution* e, const chunk* c) {
 static flce_status zero_padding(const execution* e) {
   const flce_problem* problem = e->problem;
   const flce_plan* plan = e->plan;
-  int64_t v = problem->vocab, padding = problem->weight_rows - v;
+  int64_t v = problem->shape.vocab, padding = problem->shape.weight_rows - v;
   int64_t cols = flce_grad_weight_cols(problem);
-  if (padding > 0 && problem->want_grad_weight && !problem->adds_grad_weight)
+  if (padding > 0 && problem->wants.grad_weight && !problem->backward.adds_grad_weight)
     CALL(e, fill, element_ptr(e->tensors->grad_weight, v * cols, plan->grad_weight_dtype), 0,
          padding * cols * flce_size_of(plan->grad_weight_dtype));
-  if (padding > 0 && problem->want_grad_bias)
+  if (padding > 0 && problem->wants.grad_bias)
     CALL(e, fill, element_ptr(e->tensors->grad_bias, v, plan->grad_bias_dtype), 0,
          padding * flce_size_of(plan->grad_bias_dtype));
   return FLCE_OK;
@@ -205,14 +206,14 @@ static flce_status zero_padding(const execution* e) {
 flce_status flce_sum_weight(const execution* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
-  if (!smooth || !problem->want_grad_input || problem->vocab == 0) return FLCE_OK;
+  if (!smooth || !problem->wants.grad_input || problem->shape.vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
   CALL(e, column_sum,
        &(flce_column_sum_args){.out = smooth,
                                .a = e->linear_weight,
                                .a_dtype = e->plan->dtype,
                                .pitch = h,
-                               .rows = problem->vocab,
+                               .rows = problem->shape.vocab,
                                .cols = h,
                                .weights = e->tensors->class_weight,
                                .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
@@ -223,31 +224,33 @@ flce_status flce_begin_gradients(const execution* e) {
   const flce_problem* problem = e->problem;
   FLCE_TRY(zero_padding(e));
   if (e->plan->gathers) {
-    flce_rows all = open_rows(e, 0, problem->tokens);
+    flce_rows all = open_rows(e, 0, problem->shape.tokens);
     /* flce_sum_smooth sums coef over all tokens, also over those that are in no chunk. */
     CALL(e, fill, buffer_ptr(e, FLCE_BUF_COEF), 0, e->plan->buffers[FLCE_BUF_COEF].bytes);
-    if (problem->want_grad_input)
-      CALL(e, blank_rows, &all, problem->rows, e->tensors->grad_input, e->plan->partial_dx_dtype,
-           problem->hidden);
+    if (problem->wants.grad_input)
+      CALL(e, blank_rows, &all, problem->shape.rows, e->tensors->grad_input,
+           e->plan->partial_dx_dtype, problem->shape.hidden);
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
    * chunk, or if add_block adds to it. Sampled gradients have no accumulator. */
-  bool no_chunks = problem->rows == 0 && !draws_samples(e->plan);
-  if (problem->want_grad_weight && !sums_in_callers(e) && (no_chunks || e->plan->dw_block_rows > 0))
+  bool no_chunks = problem->shape.rows == 0 && !draws_samples(e->plan);
+  if (problem->wants.grad_weight && !sums_in_callers(e) &&
+      (no_chunks || e->plan->dw_block_rows > 0))
     CALL(e, fill, dw_accum(e), 0,
-         problem->vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));
-  if (problem->want_grad_bias && no_chunks && buffer_ptr(e, FLCE_BUF_DB_ACCUM))
-    CALL(e, fill, buffer_ptr(e, FLCE_BUF_DB_ACCUM), 0, problem->vocab * flce_size_of(e->stat));
+         problem->shape.vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));
+  if (problem->wants.grad_bias && no_chunks && buffer_ptr(e, FLCE_BUF_DB_ACCUM))
+    CALL(e, fill, buffer_ptr(e, FLCE_BUF_DB_ACCUM), 0,
+         problem->shape.vocab * flce_size_of(e->stat));
   return FLCE_OK;
 }
 
 flce_status flce_sum_smooth(const execution* e, void** xsum, void** total) {
   const flce_problem* problem = e->problem;
-  int64_t n = problem->tokens, h = e->plan->hidden;
+  int64_t n = problem->shape.tokens, h = e->plan->hidden;
   const void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
   const void* coef = element_ptr(buffer_ptr(e, FLCE_BUF_COEF), FLCE_COEF_SMOOTH * n, e->stat);
-  *xsum = smooth && problem->want_grad_weight ? element_ptr(smooth, h, e->stat) : NULL;
-  *total = smooth && problem->want_grad_bias ? element_ptr(smooth, 2 * h, e->stat) : NULL;
+  *xsum = smooth && problem->wants.grad_weight ? element_ptr(smooth, h, e->stat) : NULL;
+  *total = smooth && problem->wants.grad_bias ? element_ptr(smooth, 2 * h, e->stat) : NULL;
   if (*xsum)
     CALL(e, column_sum,
          &(flce_column_sum_args){.out = *xsum,
@@ -274,10 +277,10 @@ typedef struct final_parts {
  * dW is rounded once, when it is added or copied there. */
 static flce_status finish_weight(const execution* e, const final_parts* parts) {
   const flce_plan* plan = e->plan;
-  int64_t h = plan->weight_hidden, v = e->problem->vocab;
+  int64_t h = plan->weight_hidden, v = e->problem->shape.vocab;
   int64_t cols = flce_grad_weight_cols(e->problem);
   void *out = e->tensors->grad_weight, *accum = dw_accum(e);
-  bool added = e->problem->adds_grad_weight && accum != out, padded = h != cols;
+  bool added = e->problem->backward.adds_grad_weight && accum != out, padded = h != cols;
   bool in_accum = added || padded;
   CALL(e, finish_grad_weight,
        &(flce_grad_weight_args){.dw = in_accum ? accum : out,
@@ -289,7 +292,7 @@ static flce_status finish_weight(const execution* e, const final_parts* parts) {
                                 .dtype = plan->dtype,
                                 .coef_target = parts->coef_target,
                                 .order = parts->order,
-                                .tokens = e->problem->tokens,
+                                .tokens = e->problem->shape.tokens,
                                 .xsum = parts->xsum,
                                 .class_weight = e->tensors->class_weight,
                                 .vocab = v,
@@ -318,9 +321,9 @@ static flce_status finish_weight(const execution* e, const final_parts* parts) {
 
 static flce_status finish_bias(const execution* e, const final_parts* parts) {
   const flce_plan* plan = e->plan;
-  int64_t n = e->problem->tokens, v = e->problem->vocab;
+  int64_t n = e->problem->shape.tokens, v = e->problem->shape.vocab;
   void* accum = buffer_ptr(e, FLCE_BUF_DB_ACCUM);
-  if (plan->bias_parts > 0 && e->problem->rows > 0)
+  if (plan->bias_parts > 0 && e->problem->shape.rows > 0)
     CALL(e, column_sum,
          &(flce_column_sum_args){.out = accum,
                                  .a = buffer_ptr(e, FLCE_BUF_DB_PARTS),
@@ -345,14 +348,15 @@ static flce_status finish_bias(const execution* e, const final_parts* parts) {
 
 flce_status flce_finish_class_gradients(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
+  if (problem->shape.vocab == 0 || (!problem->wants.grad_weight && !problem->wants.grad_bias))
     return FLCE_OK;
   const void* coef = buffer_ptr(e, FLCE_BUF_COEF);
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
   final_parts parts = {.order = buffer_ptr(e, FLCE_BUF_ORDER)};
-  if (exp_form) parts.coef_target = element_ptr(coef, FLCE_COEF_TARGET * problem->tokens, e->stat);
+  if (exp_form)
+    parts.coef_target = element_ptr(coef, FLCE_COEF_TARGET * problem->shape.tokens, e->stat);
   FLCE_TRY(flce_sum_smooth(e, &parts.xsum, &parts.smooth_total));
-  if (problem->want_grad_weight) FLCE_TRY(finish_weight(e, &parts));
-  if (problem->want_grad_bias) FLCE_TRY(finish_bias(e, &parts));
+  if (problem->wants.grad_weight) FLCE_TRY(finish_weight(e, &parts));
+  if (problem->wants.grad_bias) FLCE_TRY(finish_bias(e, &parts));
   return FLCE_OK;
 }

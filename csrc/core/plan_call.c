@@ -12,7 +12,7 @@
 static flce_status ask_facts(const flce_backend* backend, const flce_problem* problem,
                              flce_facts* facts) {
   flce_problem asked = *problem;
-  if (asked.vocab == 0) asked.vocab = asked.weight_rows = 1;
+  if (asked.shape.vocab == 0) asked.shape.vocab = asked.shape.weight_rows = 1;
   flce_status status = backend->facts(backend->self, &asked, facts);
   return status == FLCE_OK ? status : flce_fail(status, "%s", backend->last_error());
 }
@@ -20,25 +20,26 @@ static flce_status ask_facts(const flce_backend* backend, const flce_problem* pr
 flce_problem flce_equal_share(const flce_problem* problem) {
   flce_problem equal = *problem;
   if (!flce_is_sharded(problem)) return equal;
-  equal.vocab = equal.weight_rows = ceil_div(problem->classes, problem->ranks);
-  equal.rank = equal.first_class = 0;
-  equal.unaligned = equal.weight_unaligned = false;
+  equal.shape.vocab = equal.shape.weight_rows =
+      ceil_div(problem->shard.classes, problem->shard.ranks);
+  equal.shard.rank = equal.shard.first_class = 0;
+  equal.has.unaligned_operand = equal.backward.has_unaligned = false;
   return equal;
 }
 
 flce_status flce_plan_teacher(const flce_backend* backend, const flce_problem* student,
                               int64_t chunk_rows, flce_plan* plan) {
-  flce_problem problem = *student->teacher;
+  flce_problem problem = *student->divergence.teacher;
   flce_facts facts = {0};
-  problem.rows = student->rows;
+  problem.shape.rows = student->shape.rows;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
-  if (problem.gives_logits) { /* no GEMM reads them */
+  if (problem.has.logits) { /* no GEMM reads them */
     facts.hidden_alignment = facts.input_alignment = 1;
     facts.gemm_f16 = true;
     facts.fused_row_bytes = facts.gemm_workspace_bytes = 0;
   }
-  problem.chunk_rows = chunk_rows;
-  problem.max_memory = INT64_MAX; /* the student's plan has seen to it */
+  problem.derived.chunk_rows = chunk_rows;
+  problem.memory.bound = INT64_MAX; /* the student's plan has seen to it */
   return flce_plan_checked(&problem, &facts, plan);
 }
 
@@ -48,9 +49,9 @@ static flce_status make_with_teacher(const flce_backend* backend, const flce_pro
   flce_problem problem = *given;
   flce_plan teacher;
   FLCE_TRY(flce_plan_checked(&problem, facts, plan));
-  if (!problem.teacher) return FLCE_OK;
+  if (!problem.divergence.teacher) return FLCE_OK;
   FLCE_TRY(flce_plan_teacher(backend, &problem, plan->chunk_rows, &teacher));
-  problem.teacher_bytes = teacher.forward_workspace_bytes;
+  problem.derived.teacher_bytes = teacher.forward_workspace_bytes;
   return flce_plan_checked(&problem, facts, plan);
 }
 
@@ -63,14 +64,14 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   equal.save = flce_known_strategy(given);
   FLCE_TRY(ask_facts(backend, &equal, &facts));
   flce_choose_strategy(&equal, &facts, &strategy);
-  problem.save = equal.save = flce_strategy_of(&strategy, problem.rows);
+  problem.save = equal.save = flce_strategy_of(&strategy, problem.shape.rows);
   FLCE_TRY(flce_check_save(&problem));
   if (!flce_is_sharded(given)) return make_with_teacher(backend, &problem, &facts, plan);
-  equal.gathers = facts.skips_rows;
+  equal.derived.gathers = facts.skips_rows;
   FLCE_TRY(flce_plan_checked(&equal, &facts, plan));
-  problem.gathers = plan->gathers;
-  problem.chunk_rows = plan->chunk_rows;
-  problem.accum_dtype = plan->accum_dtype;
+  problem.derived.gathers = plan->gathers;
+  problem.derived.chunk_rows = plan->chunk_rows;
+  problem.dtypes.accum = plan->accum_dtype;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
   return make_with_teacher(backend, &problem, &facts, plan);
 }
@@ -104,7 +105,7 @@ static flce_status plan_two_calls(const flce_backend* backend, const flce_proble
                                   flce_plan* plan) {
   flce_problem forward = *given, backward = *given;
   flce_plan second;
-  forward.want_grad_input = forward.want_grad_weight = forward.want_grad_bias = false;
+  forward.wants.grad_input = forward.wants.grad_weight = forward.wants.grad_bias = false;
   backward.save = FLCE_SAVE_GRADS;
   backward.reduction = FLCE_SUM;
   FLCE_TRY(flce_plan_call(backend, &forward, plan));
@@ -121,15 +122,15 @@ static flce_status plan_two_calls(const flce_backend* backend, const flce_proble
 
 flce_status flce_plan_step(const flce_backend* backend, const flce_problem* given,
                            flce_plan* plan) {
-  bool wants = given->want_grad_input || given->want_grad_weight || given->want_grad_bias;
+  bool wants = given->wants.grad_input || given->wants.grad_weight || given->wants.grad_bias;
   bool later = given->save == FLCE_SAVE_STATS || given->reduction == FLCE_NONE;
-  if (given->teacher && wants && later) return plan_two_calls(backend, given, plan);
+  if (given->divergence.teacher && wants && later) return plan_two_calls(backend, given, plan);
   FLCE_TRY(flce_plan_call(backend, given, plan));
-  if (!given->class_gradient || !flce_has_backward(plan->save)) return FLCE_OK;
+  if (!given->wants.class_gradient || !flce_has_backward(plan->save)) return FLCE_OK;
   flce_problem backward = *given;
   flce_plan second;
   backward.save = plan->save;
-  backward.has_grad_classes = true;
+  backward.backward.has_grad_classes = true;
   FLCE_TRY(flce_plan_call(backend, &backward, &second));
   replace_backward(&second, FLCE_IN_BACKWARD, plan);
   return FLCE_OK;

@@ -6,10 +6,10 @@
 #include "core/plan_rules.h"
 
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
-  int64_t dw = plan->dw_block_rows ? ceil_div(problem->vocab, plan->dw_block_rows) : 1;
-  int64_t gradients = (problem->want_grad_input ? 1 : 0) + (problem->want_grad_weight ? dw : 0);
+  int64_t dw = plan->dw_block_rows ? ceil_div(problem->shape.vocab, plan->dw_block_rows) : 1;
+  int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
   bool grads = plan->save == FLCE_SAVE_GRADS;
-  int64_t others = problem->teacher && !problem->teacher->gives_logits;
+  int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
   plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
   int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
@@ -17,16 +17,17 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
 
 /* The calls of shards.c. */
 static void count_collectives(const flce_problem* problem, flce_plan* plan) {
-  plan->ranks = flce_is_sharded(problem) ? problem->ranks : 1;
+  plan->ranks = flce_is_sharded(problem) ? problem->shard.ranks : 1;
   if (plan->ranks == 1) return;
-  int64_t others = problem->ranks - 1;
+  int64_t others = problem->shard.ranks - 1;
   bool gradients = makes_gradients(problem), grads = plan->save == FLCE_SAVE_GRADS;
-  if (problem->input_is_sharded) {
+  if (problem->shard.input_is_sharded) {
     int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
-    int64_t x = flce_input_rows(problem) * problem->hidden * flce_size_of(problem->input_dtype);
-    const flce_problem* teacher = problem->teacher; /* gathers its own */
-    bool both = teacher && teacher->input_is_sharded;
-    int64_t other = both ? x / problem->hidden * teacher->hidden : 0;
+    int64_t x =
+        flce_input_rows(problem) * problem->shape.hidden * flce_size_of(problem->dtypes.input);
+    const flce_problem* teacher = problem->divergence.teacher; /* gathers its own */
+    bool both = teacher && teacher->shard.input_is_sharded;
+    int64_t other = both ? x / problem->shape.hidden * teacher->shape.hidden : 0;
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
@@ -37,13 +38,14 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     calls = 3;
   }
   numbers *= flce_size_of(flce_stat_dtype(plan->dtype));
-  plan->collectives[FLCE_ALL_GATHER_STATISTICS] = (flce_collective){
-      each_chunk ? calls * plan->chunks : problem->rows > 0, 0, others * problem->rows * numbers};
+  plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
+      (flce_collective){each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
+                        others * problem->shape.rows * numbers};
   if (!gradients || !sums_input(problem)) return;
   int64_t received = others * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};
-  if (problem->input_is_sharded) return;
+  if (problem->shard.input_is_sharded) return;
   plan->collectives[FLCE_ALL_GATHER_DX] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
 }
@@ -54,13 +56,14 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
 static double estimate_sampled_time(const flce_problem* problem, const flce_facts* facts,
                                     const flce_plan* plan) {
   const double kSlowAddsPerByte = 8.0;
-  double n = (double)problem->rows, h = (double)plan->hidden, v = (double)problem->vocab;
-  double gemms = (problem->want_grad_input ? 1.0 : 0.0) + (problem->want_grad_weight ? 1.0 : 0.0);
+  double n = (double)problem->shape.rows, h = (double)plan->hidden,
+         v = (double)problem->shape.vocab;
+  double gemms = (problem->wants.grad_input ? 1.0 : 0.0) + (problem->wants.grad_weight ? 1.0 : 0.0);
   if (n == 0.0 || gemms == 0.0) return 0.0;
   double size = (double)flce_size_of(plan->dtype),
-         entries = (double)flce_most_samples(problem->gradient_eps);
+         entries = (double)flce_most_samples(problem->sampling.eps);
   bool fast = facts->multiprocessors > 0 && size == 2.0;
-  double dw = problem->want_grad_weight ? v * h * size : 0.0;
+  double dw = problem->wants.grad_weight ? v * h * size : 0.0;
   double moved = gemms * n * entries * h * size + n * v * (double)flce_size_of(plan->exp_dtype);
   double adds = fast ? kAddsPerByte : kSlowAddsPerByte;
   return (moved + dw) * adds / (gemms * n * v * h + dw * adds);

@@ -1,4 +1,4 @@
-/* What plan.c, plan_counts.c and the files that execute the plan have to agree on. */
+/* What plan.c, buffers.c, plan_counts.c and the files that execute the plan have to agree on. */
 #ifndef FLCE_PLAN_RULES_H
 #define FLCE_PLAN_RULES_H
 
@@ -6,7 +6,7 @@
 
 static inline bool makes_gradients(const flce_problem* problem) {
   return problem->save != FLCE_SAVE_NOTHING &&
-         (problem->want_grad_input || problem->want_grad_weight || problem->want_grad_bias);
+         (problem->wants.grad_input || problem->wants.grad_weight || problem->wants.grad_bias);
 }
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
@@ -17,18 +17,33 @@ static inline bool only_statistics(const flce_plan* plan) {
 static inline bool draws_samples(const flce_plan* plan) {
   return plan->save == FLCE_SAVE_SAMPLES || plan->draws;
 }
+/* True if a chunk's rows of x are copied before the logits GEMM reads them. */
+static inline bool copies_logits_input(const flce_plan* plan) {
+  return plan->gathers || plan->input_pitch != plan->hidden;
+}
+/* True if the B operand of dW's GEMM is a copy of x: scaled, gathered, with zeros in ignored rows,
+ * or aligned. */
+static inline bool copies_weight_input(const flce_problem* problem, const flce_plan* plan) {
+  return plan->form == FLCE_FORM_EXP || plan->gathers || !problem->has.probabilities ||
+         problem->has.unaligned_operand || plan->dw_fp16_shift != 0;
+}
 /* Whether the ranks' partial dX is exchanged and summed. */
 static inline bool sums_input(const flce_problem* problem) {
-  return flce_is_sharded(problem) && problem->want_grad_input && !problem->partial_grad_input &&
-         problem->tokens > 0;
+  return flce_is_sharded(problem) && problem->wants.grad_input &&
+         !problem->shard.partial_grad_input && problem->shape.tokens > 0;
 }
 /* Elements of the rows of dX that one rank sums. */
 static inline int64_t summed_elements(const flce_problem* problem) {
-  return ceil_div(problem->tokens, problem->ranks) * problem->hidden;
+  return ceil_div(problem->shape.tokens, problem->shard.ranks) * problem->shape.hidden;
 }
 /* Whether a backward reads x: for dW and db, or to compute the logits again. */
 static inline bool backward_reads_input(const flce_problem* problem) {
-  return problem->want_grad_weight || problem->save == FLCE_SAVE_STATS;
+  return problem->wants.grad_weight || problem->save == FLCE_SAVE_STATS;
+}
+/* The factor of E where it is saved in float16. c is then the row's largest l, so the largest entry
+ * is 2^15, and entries down to 2^-29 of it keep their full precision. */
+static inline double saved_exp_scale(const flce_plan* plan) {
+  return plan->saves_exp && plan->dtype == FLCE_F16 ? 0x1p15 : 1.0;
 }
 
 #endif

@@ -9,16 +9,17 @@
 static int32_t* list_of_row(const execution* e, int64_t row) {
   int32_t* own = buffer_ptr(e, FLCE_BUF_SAMPLES);
   return (own ? own : (int32_t*)e->tensors->saved) +
-         row * flce_sample_pitch(e->problem->gradient_eps);
+         row * flce_sample_pitch(e->problem->sampling.eps);
 }
 
 flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   const flce_problem* problem = e->problem;
-  int64_t classes = flce_is_sharded(problem) ? problem->classes : problem->vocab;
-  int64_t first = problem->first_token + (e->plan->gathers ? 0 : c->first);
-  if (problem->vocab == 0) { /* a rank without a class, to which all targets are out of range */
+  int64_t classes = flce_is_sharded(problem) ? problem->shard.classes : problem->shape.vocab;
+  int64_t first = problem->shape.first_token + (e->plan->gathers ? 0 : c->first);
+  if (problem->shape.vocab ==
+      0) { /* a rank without a class, to which all targets are out of range */
     CALL(e, fill, list_of_row(e, c->first), 0,
-         c->rows * flce_sample_pitch(problem->gradient_eps) * (int64_t)sizeof(int32_t));
+         c->rows * flce_sample_pitch(problem->sampling.eps) * (int64_t)sizeof(int32_t));
     return FLCE_OK;
   }
   flce_rows rows = rows_of(e, c);
@@ -26,7 +27,7 @@ flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   CALL(e, sample_rows,
        &(flce_sample_rows_args){.rows = &rows,
                                 .lists = list_of_row(e, c->first),
-                                .eps = problem->gradient_eps,
+                                .eps = problem->sampling.eps,
                                 .bits = flce_sample_bits(classes),
                                 .seed = e->tensors->seed,
                                 .first_token = first});
@@ -42,19 +43,19 @@ static flce_rows with_coef(const execution* e, const chunk* all) {
 }
 
 static flce_status sampled_dx(const execution* e, const chunk* all) {
-  if (!e->problem->want_grad_input || e->problem->vocab == 0) return FLCE_OK;
+  if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   flce_rows rows = with_coef(e, all);
   CALL(e, sampled_grad_input,
        &(flce_sampled_input_args){.dx = e->tensors->grad_input,
                                   .dx_dtype = e->plan->partial_dx_dtype,
                                   .rows = &rows,
                                   .lists = list_of_row(e, 0),
-                                  .eps = e->problem->gradient_eps,
+                                  .eps = e->problem->sampling.eps,
                                   .w = e->linear_weight,
                                   .dtype = e->plan->dtype,
                                   .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                   .hidden = e->plan->hidden,
-                                  .cols = e->problem->hidden});
+                                  .cols = e->problem->shape.hidden});
   return FLCE_OK;
 }
 
@@ -68,13 +69,13 @@ static flce_status weight_from_samples(const execution* e, const flce_rows* rows
                                    .order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                    .xsum = xsum,
                                    .class_weight = e->tensors->class_weight,
-                                   .eps = e->problem->gradient_eps,
+                                   .eps = e->problem->sampling.eps,
                                    .rows = rows->rows,
-                                   .vocab = e->problem->vocab,
+                                   .vocab = e->problem->shape.vocab,
                                    .hidden = e->plan->weight_hidden,
                                    .x_pitch = e->plan->hidden,
                                    .cols = flce_grad_weight_cols(e->problem),
-                                   .adds = e->problem->adds_grad_weight});
+                                   .adds = e->problem->backward.adds_grad_weight});
   return FLCE_OK;
 }
 
@@ -85,9 +86,9 @@ static flce_status bias_from_samples(const execution* e, const flce_rows* rows, 
                                  .order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                  .smooth_total = total,
                                  .class_weight = e->tensors->class_weight,
-                                 .eps = e->problem->gradient_eps,
+                                 .eps = e->problem->sampling.eps,
                                  .rows = rows->rows,
-                                 .vocab = e->problem->vocab,
+                                 .vocab = e->problem->shape.vocab,
                                  .hidden = e->plan->weight_hidden});
   return FLCE_OK;
 }
@@ -95,7 +96,7 @@ static flce_status bias_from_samples(const execution* e, const flce_rows* rows, 
 static flce_status class_gradients(const execution* e, const chunk* all) {
   const flce_problem* problem = e->problem;
   flce_rows rows = with_coef(e, all);
-  if (problem->vocab == 0 || (!problem->want_grad_weight && !problem->want_grad_bias))
+  if (problem->shape.vocab == 0 || (!problem->wants.grad_weight && !problem->wants.grad_bias))
     return FLCE_OK;
   void *xsum, *total;
   FLCE_TRY(flce_sum_smooth(e, &xsum, &total));
@@ -103,10 +104,10 @@ static flce_status class_gradients(const execution* e, const chunk* all) {
        &(flce_order_samples_args){.order = buffer_ptr(e, FLCE_BUF_SAMPLE_ORDER),
                                   .rows = &rows,
                                   .lists = list_of_row(e, 0),
-                                  .eps = problem->gradient_eps,
+                                  .eps = problem->sampling.eps,
                                   .hidden = e->plan->weight_hidden});
-  if (problem->want_grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
-  return problem->want_grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
+  if (problem->wants.grad_weight) FLCE_TRY(weight_from_samples(e, &rows, xsum));
+  return problem->wants.grad_bias ? bias_from_samples(e, &rows, total) : FLCE_OK;
 }
 
 flce_status flce_sampled_gradients(const execution* e, const chunk* all) {

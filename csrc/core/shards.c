@@ -12,7 +12,7 @@
 #include "core/plan_rules.h"
 
 static flce_shard own_classes(const execution* e) {
-  return (flce_shard){.first = e->problem->first_class, .count = e->problem->vocab};
+  return (flce_shard){.first = e->problem->shard.first_class, .count = e->problem->shape.vocab};
 }
 
 /* The collectives of the call, noted in in_flight. One whose begin fails may have begun. */
@@ -59,16 +59,16 @@ static flce_status copy(const execution* e, void* out, const void* in, int64_t e
 /* x of all tokens instead of those of this rank, if the call `reads` it. */
 static flce_status gather_input(const execution* e, bool reads) {
   const flce_problem* problem = e->shard->caller_problem;
-  if (!problem->input_is_sharded || !reads) return FLCE_OK;
+  if (!problem->shard.input_is_sharded || !reads) return FLCE_OK;
   char* all = buffer_ptr(e, FLCE_BUF_SHARD_INPUT);
-  int64_t elements = flce_input_rows(problem) * problem->hidden;
-  int64_t bytes = elements * flce_size_of(problem->input_dtype);
+  int64_t elements = flce_input_rows(problem) * problem->shape.hidden;
+  int64_t bytes = elements * flce_size_of(problem->dtypes.input);
   void* sent;
   FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_INPUT, bytes,
                               (void*)e->shard->caller_tensors->input, &sent));
   if (sent != e->shard->caller_tensors->input) {
-    FLCE_TRY(copy(e, sent, e->shard->caller_tensors->input, elements, problem->input_dtype));
-    FLCE_TRY(copy(e, all + problem->rank * bytes, sent, elements, problem->input_dtype));
+    FLCE_TRY(copy(e, sent, e->shard->caller_tensors->input, elements, problem->dtypes.input));
+    FLCE_TRY(copy(e, all + problem->shard.rank * bytes, sent, elements, problem->dtypes.input));
   }
   FLCE_TRY(all_gather(e, FLCE_ALL_GATHER_INPUT, all, sent, bytes));
   e->shard->tensors.input = all;
@@ -87,7 +87,7 @@ static flce_status choose_partial_dx(const execution* e) {
   void** dx = &e->shard->tensors.grad_input;
   if (!sums_input(e->problem) || !*dx) return FLCE_OK;
   void* partial = buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
-  return choose_send_buffer(e, FLCE_ALL_TO_ALL_DX, e->problem->ranks * partial_dx_bytes(e),
+  return choose_send_buffer(e, FLCE_ALL_TO_ALL_DX, e->problem->shard.ranks * partial_dx_bytes(e),
                             partial ? partial : *dx, dx);
 }
 
@@ -98,7 +98,7 @@ flce_status flce_open_shard(execution* e, bool reads_input) {
   if (!shard->comm)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "comm: expected the collectives of %lld ranks, got NULL",
-                     (long long)problem->ranks);
+                     (long long)problem->shard.ranks);
   int64_t* target = buffer_ptr(e, FLCE_BUF_SHARD_TARGET);
   shard->caller_problem = problem;
   shard->caller_tensors = e->tensors;
@@ -107,16 +107,16 @@ flce_status flce_open_shard(execution* e, bool reads_input) {
   shard->tensors = *e->tensors;
   shard->tensors.target = target;
   shard->tensors.class_weight =
-      optional_ptr(e->tensors->class_weight, problem->first_class, e->stat);
+      optional_ptr(e->tensors->class_weight, problem->shard.first_class, e->stat);
   if (!shard->local_scalars) shard->local_scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS);
   FLCE_TRY(choose_partial_dx(e));
   FLCE_TRY(gather_input(e, reads_input));
   CALL(e, shard_targets,
        &(flce_shard_targets_args){.out = target,
                                   .target = e->tensors->target,
-                                  .tokens = problem->tokens,
+                                  .tokens = problem->shape.tokens,
                                   .shard = own_classes(e),
-                                  .classes = problem->classes,
+                                  .classes = problem->shard.classes,
                                   .ignore_index = problem->loss.ignore_index});
   e->problem = &shard->problem;
   e->tensors = &shard->tensors;
@@ -139,10 +139,10 @@ flce_status flce_prepare(const execution* e, void* order, bool overlaps) {
   }
   flce_problem whole = *e->shard->caller_problem;
   flce_tensors tensors = *e->shard->caller_tensors;
-  whole.vocab = whole.weight_rows = whole.classes;
+  whole.shape.vocab = whole.shape.weight_rows = whole.shard.classes;
   tensors.input = e->tensors->input;
   CALL(e, prepare, &whole, &tensors, NULL, dw_fp16_shift, overlaps);
-  if (e->problem->vocab == 0) return FLCE_OK;
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
   /* The order of the targets, and WEIGHT_TOTAL of this rank's classes. */
   flce_tensors local = *e->tensors;
   local.scalars = buffer_ptr(e, FLCE_BUF_SHARD_SCALARS);
@@ -165,7 +165,7 @@ flce_rows flce_local_rows(const execution* e, const chunk* c) {
 /* The chunk's rows in the whole vocabulary. */
 static flce_rows whole_rows(const execution* e, const chunk* c) {
   flce_rows rows = rows_of(e, c);
-  rows.vocab = e->shard->caller_problem->classes;
+  rows.vocab = e->shard->caller_problem->shard.classes;
   rows.target = e->shard->caller_tensors->target + (e->index ? 0 : c->first);
   rows.class_weight = e->shard->caller_tensors->class_weight;
   rows.options = e->shard->caller_problem->loss;
@@ -186,7 +186,8 @@ flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c)
   flce_rows rows = whole_rows(e, c);
   int count = flce_shard_stat_count(e->problem);
   int64_t bytes = count * c->rows * flce_size_of(e->stat);
-  char *all = buffer_ptr(e, FLCE_BUF_SHARD_STATS), *own_block = all + e->problem->rank * bytes;
+  char *all = buffer_ptr(e, FLCE_BUF_SHARD_STATS),
+       *own_block = all + e->problem->shard.rank * bytes;
   void* sent;
   FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_STATISTICS, bytes, own_block, &sent));
   CALL(e, pack_statistics,
@@ -213,8 +214,8 @@ flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c) 
                           .shard = own_classes(e),
                           .shard_stats = buffer_ptr(e, FLCE_BUF_SHARD_STATS),
                           .count = flce_shard_stat_count(e->problem),
-                          .ranks = e->problem->ranks,
-                          .rank = e->problem->rank});
+                          .ranks = e->problem->shard.ranks,
+                          .rank = e->problem->shard.rank});
   return FLCE_OK;
 }
 
@@ -230,7 +231,7 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
   void* sent;
   call->partial = sums;
   call->writes = false;
-  if (e->problem->vocab > 0) {
+  if (e->problem->shape.vocab > 0) {
     CALL(e, divergence_rows, call);
   } else { /* every target is out of the range of no class, but not of all */
     CALL(e, fill, sums, 0, bytes);
@@ -246,8 +247,8 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
                            .received = received,
                            .own = sums,
                            .dtype = e->stat,
-                           .ranks = e->problem->ranks,
-                           .rank = e->problem->rank,
+                           .ranks = e->problem->shard.ranks,
+                           .rank = e->problem->shard.rank,
                            .count = count});
   call->sums = false;
   call->writes = true;
@@ -258,14 +259,15 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
 /* ---- dX ---- */
 
 flce_status flce_begin_all_to_all_dx(const execution* e) {
-  if (!e->shard || !e->problem->want_grad_input) return FLCE_OK;
+  if (!e->shard || !e->problem->wants.grad_input) return FLCE_OK;
   char* partial = e->tensors->grad_input;
-  int64_t row = e->problem->hidden * flce_size_of(e->plan->partial_dx_dtype);
+  int64_t row = e->problem->shape.hidden * flce_size_of(e->plan->partial_dx_dtype);
   /* The GEMMs do not write the padding rows after token N - 1, and no row if this rank has no
    * class. */
-  int64_t written = e->problem->vocab > 0 ? e->problem->tokens * row : 0;
+  int64_t written = e->problem->shape.vocab > 0 ? e->problem->shape.tokens * row : 0;
   bool exchanges = sums_input(e->problem);
-  int64_t all = exchanges ? e->problem->ranks * partial_dx_bytes(e) : e->problem->tokens * row;
+  int64_t all =
+      exchanges ? e->problem->shard.ranks * partial_dx_bytes(e) : e->problem->shape.tokens * row;
   if (written < all) CALL(e, fill, partial + written, 0, all - written);
   if (!exchanges) return FLCE_OK;
   return all_to_all(e, FLCE_ALL_TO_ALL_DX, buffer_ptr(e, FLCE_BUF_RECEIVED_DX), partial,
@@ -275,7 +277,7 @@ flce_status flce_begin_all_to_all_dx(const execution* e) {
 /* Where the sums are gathered: the caller's dX or, if N is no multiple of the ranks,
  * FLCE_BUF_PARTIAL_DX, whose contents have been sent by then. */
 static void* gathered_input(const execution* e) {
-  bool whole_blocks = e->problem->tokens % e->problem->ranks == 0;
+  bool whole_blocks = e->problem->shape.tokens % e->problem->shard.ranks == 0;
   return whole_blocks ? e->shard->caller_tensors->grad_input : buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
 }
 
@@ -284,11 +286,11 @@ flce_status flce_begin_all_gather_dx(const execution* e) {
   if (!sums_input(problem)) return FLCE_OK;
   flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->partial_dx_dtype;
   int64_t count = summed_elements(problem), bytes = count * flce_size_of(dtype),
-          first = problem->rank * bytes;
-  char* sum = problem->input_is_sharded ? e->shard->caller_tensors->grad_input
-                                        : (char*)gathered_input(e) + first;
+          first = problem->shard.rank * bytes;
+  char* sum = problem->shard.input_is_sharded ? e->shard->caller_tensors->grad_input
+                                              : (char*)gathered_input(e) + first;
   void* sent = sum;
-  if (!problem->input_is_sharded)
+  if (!problem->shard.input_is_sharded)
     FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_DX, bytes, sum, &sent));
   FLCE_TRY(wait_for(e, FLCE_ALL_TO_ALL_DX));
   CALL(e, sum_partial_dx,
@@ -296,22 +298,22 @@ flce_status flce_begin_all_gather_dx(const execution* e) {
            .out = sum,
            .copy = sent != sum ? sent : NULL,
            .received = buffer_ptr(e, FLCE_BUF_RECEIVED_DX),
-           .own = element_ptr(e->tensors->grad_input, problem->rank * count, term_dtype),
+           .own = element_ptr(e->tensors->grad_input, problem->shard.rank * count, term_dtype),
            .out_dtype = dtype,
            .dtype = term_dtype,
-           .ranks = problem->ranks,
-           .rank = problem->rank,
+           .ranks = problem->shard.ranks,
+           .rank = problem->shard.rank,
            .count = count});
-  if (problem->input_is_sharded) return FLCE_OK;
+  if (problem->shard.input_is_sharded) return FLCE_OK;
   return all_gather(e, FLCE_ALL_GATHER_DX, gathered_input(e), sent, bytes);
 }
 
 flce_status flce_wait_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (!sums_input(problem) || problem->input_is_sharded) return FLCE_OK;
+  if (!sums_input(problem) || problem->shard.input_is_sharded) return FLCE_OK;
   FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_DX));
   const void* gathered = gathered_input(e);
   void* dx = e->shard->caller_tensors->grad_input;
-  int64_t elements = problem->tokens * problem->hidden;
+  int64_t elements = problem->shape.tokens * problem->shape.hidden;
   return gathered == dx ? FLCE_OK : copy(e, dx, gathered, elements, e->plan->grad_input_dtype);
 }

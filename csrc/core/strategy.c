@@ -20,16 +20,17 @@ static flce_strategy always(flce_save save) {
 /* Bytes of a row of logits, in the dtype in which the logits GEMM writes them. */
 static int64_t logits_row_bytes(const flce_problem* problem, const flce_facts* facts,
                                 flce_dtype dtype) {
-  int64_t size = flce_size_of(facts->gemm_writes_f32 ? problem->logits_dtype : dtype);
-  return round_up(problem->vocab * size, facts->row_alignment);
+  int64_t size = flce_size_of(facts->gemm_writes_f32 ? problem->dtypes.logits : dtype);
+  return round_up(problem->shape.vocab * size, facts->row_alignment);
 }
 
 flce_save flce_known_strategy(const flce_problem* problem) {
-  if (!problem->want_grad_input && !problem->want_grad_weight && !problem->want_grad_bias)
+  if (!problem->wants.grad_input && !problem->wants.grad_weight && !problem->wants.grad_bias)
     return FLCE_SAVE_NOTHING;
   bool automatic = problem->save == FLCE_SAVE_AUTO;
-  if (problem->divergence != FLCE_NO_DIVERGENCE) return automatic ? FLCE_SAVE_GRADS : problem->save;
-  return problem->sampled && automatic ? FLCE_SAVE_SAMPLES : problem->save;
+  if (problem->divergence.kind != FLCE_NO_DIVERGENCE)
+    return automatic ? FLCE_SAVE_GRADS : problem->save;
+  return problem->sampling.wanted && automatic ? FLCE_SAVE_SAMPLES : problem->save;
 }
 
 void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
@@ -45,25 +46,27 @@ void flce_choose_strategy(const flce_problem* given, const flce_facts* facts,
    * compiled backward gets zeros in place of no gradient of lse or entropy, and would compute all
    * again; float16 cannot hold gradients whose size is not known before, of probabilities that are
    * not normalized and of a large z-loss. */
-  bool unbounded = problem.has_probabilities || problem.loss.z_loss > F16_Z_LOSS;
-  bool late = problem.accumulates || (problem.traced && problem.differentiates_outputs) ||
+  bool unbounded = problem.has.probabilities || problem.loss.z_loss > F16_Z_LOSS;
+  bool late = problem.graph.accumulates ||
+              (problem.graph.traced && problem.graph.differentiates_outputs) ||
               (unbounded && logits.dtype == FLCE_F16);
   bool may_make_gradients = problem.reduction != FLCE_NONE && !late;
-  if (gpu && may_make_gradients && problem.saves_memory && !problem.differentiates_outputs) {
+  if (gpu && may_make_gradients && problem.memory.bound_is_default &&
+      !problem.graph.differentiates_outputs) {
     /* Gradients of lse or entropy would make save=grads recompute the logits. */
     *strategy = always(FLCE_SAVE_GRADS);
     return;
   }
   int64_t saved_row = logits.saved_pitch * flce_size_of(logits.saved_dtype);
-  int64_t weight_bytes = problem.vocab * problem.hidden * flce_size_of(logits.dtype);
+  int64_t weight_bytes = problem.shape.vocab * problem.shape.hidden * flce_size_of(logits.dtype);
   bool small = gpu && may_make_gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
   strategy->few = small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS;
   strategy->some = FLCE_SAVE_LOGITS;
   strategy->many = may_make_gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
-  int64_t kept_memory = strategy->many == FLCE_SAVE_GRADS && !problem.differentiates_outputs
-                            ? problem.max_memory
-                            : problem.kept_memory;
+  int64_t kept_memory = strategy->many == FLCE_SAVE_GRADS && !problem.graph.differentiates_outputs
+                            ? problem.memory.bound
+                            : problem.memory.kept;
   strategy->some_rows = saved_row > 0 ? kept_memory / saved_row : INT64_MAX;
   int64_t row = logits_row_bytes(&problem, facts, logits.dtype);
-  strategy->few_rows = min64(strategy->some_rows, row > 0 ? problem.max_memory / row : INT64_MAX);
+  strategy->few_rows = min64(strategy->some_rows, row > 0 ? problem.memory.bound / row : INT64_MAX);
 }

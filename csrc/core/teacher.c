@@ -1,12 +1,14 @@
 /* Implements teacher.h. */
 #include "core/teacher.h"
 
+#include "core/chunk_memory.h"
+#include "core/forward_steps.h"
 #include "core/plan_call.h"
 #include "core/steps.h"
 
 flce_status flce_open_teacher(execution* e, const flce_problem* student, const flce_tensors* caller,
                               teacher_call* call) {
-  *call = (teacher_call){.problem = *student->teacher, .tensors = *caller->teacher};
+  *call = (teacher_call){.problem = *student->divergence.teacher, .tensors = *caller->teacher};
   FLCE_TRY(flce_plan_teacher(e->backend, student, e->plan->chunk_rows, &call->plan));
   execution* own = &call->own;
   *own = *e;
@@ -19,7 +21,7 @@ flce_status flce_open_teacher(execution* e, const flce_problem* student, const f
     call->shard.comm = e->shard->comm;
     call->shard.local_scalars = caller->scalars;
   }
-  call->problem.rows = student->rows;
+  call->problem.shape.rows = student->shape.rows;
   call->tensors.target = caller->target;
   call->tensors.scalars = caller->scalars;
   call->tensors.workspace = buffer_ptr(e, FLCE_BUF_TEACHER);
@@ -52,9 +54,9 @@ static flce_status compare(const execution* e, const chunk* c, const teacher_row
   flce_divergence_args call = {.student = student,
                                .teacher = &teacher->rows,
                                .packed = e->plan->packs ? buffer_ptr(e, FLCE_BUF_FUSED) : NULL,
-                               .divergence = e->problem->divergence,
-                               .beta = e->problem->beta,
-                               .hard_weight = e->problem->hard_weight,
+                               .divergence = e->problem->divergence.kind,
+                               .beta = e->problem->divergence.beta,
+                               .hard_weight = e->problem->divergence.hard_weight,
                                .sums = true,
                                .stores_bound = stores_bound,
                                .writes = true};

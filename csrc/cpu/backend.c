@@ -87,11 +87,12 @@ flce_status flce_cpu_facts(void* self, const flce_problem* problem, flce_facts* 
   (void)self;
   const variant* chosen;
   FLCE_TRY(require_variant(&chosen));
-  *out = (flce_facts){.order_bytes = flce_cpu_order_bytes(problem->tokens),
-                      .compact_bytes = problem->tokens * (int64_t)sizeof(int64_t)};
-  flce_facts_of_type(true, problem->dtype, out);
+  *out = (flce_facts){.order_bytes = flce_cpu_order_bytes(problem->shape.tokens),
+                      .compact_bytes = problem->shape.tokens * (int64_t)sizeof(int64_t)};
+  flce_facts_of_type(true, problem->dtypes.gemm, out);
   if (flce_is_sampled(problem))
-    out->sample_bytes = flce_cpu_sample_bytes(problem->rows, problem->vocab, problem->gradient_eps);
+    out->sample_bytes =
+        flce_cpu_sample_bytes(problem->shape.rows, problem->shape.vocab, problem->sampling.eps);
   return FLCE_OK;
 }
 

@@ -10,9 +10,9 @@ flce_status flce_cpu_compact_rows(void* self, const flce_problem* problem, const
   (void)self;
   int64_t* rows = index;
   int64_t count = 0;
-  for (int64_t i = 0; i < problem->tokens && count < problem->rows; i++)
+  for (int64_t i = 0; i < problem->shape.tokens && count < problem->shape.rows; i++)
     if (target[i] != problem->loss.ignore_index) rows[count++] = i;
-  while (count < problem->rows) rows[count++] = -1;
+  while (count < problem->shape.rows) rows[count++] = -1;
   return FLCE_OK;
 }
 

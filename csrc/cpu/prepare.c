@@ -28,11 +28,11 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
                           flce_dtype stat) {
   const void *weight = tensors->class_weight, *token_weight = tensors->token_weight,
              *temperature = tensors->temperature;
-  const int64_t* target = problem->has_probabilities ? NULL : tensors->target;
-  totals sums = {.class_weight = weight ? 0.0 : (double)problem->vocab,
+  const int64_t* target = problem->has.probabilities ? NULL : tensors->target;
+  totals sums = {.class_weight = weight ? 0.0 : (double)problem->shape.vocab,
                  .largest_class_weight = weight ? 0.0 : 1.0};
   if (!token_weight && !temperature) sums.largest_token_factor = 1.0 / problem->loss.temperature;
-  for (int64_t i = 0; i < problem->tokens; i++) {
+  for (int64_t i = 0; i < problem->shape.tokens; i++) {
     if (target && target[i] == problem->loss.ignore_index) continue;
     sums.valid++;
     sums.target_weight += target && weight ? flce_load(weight, stat, target[i]) : 1.0;
@@ -40,7 +40,7 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
     factor /= problem->loss.temperature * (temperature ? flce_load(temperature, stat, i) : 1.0);
     if (factor > sums.largest_token_factor) sums.largest_token_factor = factor;
   }
-  for (int64_t j = 0; weight && j < problem->vocab; j++) {
+  for (int64_t j = 0; weight && j < problem->shape.vocab; j++) {
     double value = flce_load(weight, stat, j);
     sums.class_weight += value;
     if (fabs(value) > sums.largest_class_weight) sums.largest_class_weight = fabs(value);
@@ -51,10 +51,11 @@ static totals make_totals(const flce_problem* problem, const flce_tensors* tenso
 /* The largest |x| of the rows that are not ignored; NaN if one of them holds a NaN. */
 static double largest_input(const flce_problem* problem, const flce_tensors* tensors) {
   double largest = 0.0;
-  for (int64_t i = 0; i < problem->tokens; i++) {
+  for (int64_t i = 0; i < problem->shape.tokens; i++) {
     if (tensors->target && tensors->target[i] == problem->loss.ignore_index) continue;
-    for (int64_t h = 0; h < problem->hidden; h++) {
-      double x = fabs(flce_load(tensors->input, problem->input_dtype, i * problem->hidden + h));
+    for (int64_t h = 0; h < problem->shape.hidden; h++) {
+      double x =
+          fabs(flce_load(tensors->input, problem->dtypes.input, i * problem->shape.hidden + h));
       if (x > largest || isnan(x)) largest = x;
     }
   }
@@ -64,17 +65,17 @@ static double largest_input(const flce_problem* problem, const flce_tensors* ten
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
                              void* order, int dw_fp16_shift, bool overlaps) {
   (void)overlaps;
-  flce_dtype stat = flce_stat_dtype(problem->dtype);
+  flce_dtype stat = flce_stat_dtype(problem->dtypes.gemm);
   const flce_row_kernels*
       kernels; /* not used: refuses an unsupported FLCE_CPU_VARIANT before any work */
   FLCE_TRY(flce_cpu_row_kernels(stat, &kernels));
-  if (!problem->has_probabilities)
-    FLCE_TRY(flce_check_targets(problem, tensors->target, problem->vocab, NULL));
+  if (!problem->has.probabilities)
+    FLCE_TRY(flce_check_targets(problem, tensors->target, problem->shape.vocab, NULL));
   totals sums = make_totals(problem, tensors, stat);
-  if (sums.valid > problem->rows)
+  if (sums.valid > problem->shape.rows)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "valid_bound: expected at least as many as the valid rows, %lld, got %lld",
-                     (long long)sums.valid, (long long)problem->rows);
+                     (long long)sums.valid, (long long)problem->shape.rows);
   double inverse = 1.0, z_factor = 1.0;
   if (problem->reduction == FLCE_MEAN && tensors->num_items) {
     double items = flce_load(tensors->num_items, stat, 0);
@@ -84,9 +85,10 @@ flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce
     inverse = sums.valid == 0 ? 0.0 : 1.0 / sums.target_weight;
     if (sums.valid > 0) z_factor = sums.target_weight / (double)sums.valid;
   }
-  double largest =
-      sums.largest_class_weight * sums.largest_token_factor * fabs(problem->loss.logit_scale) *
-      (1.0 + 128.0 * problem->loss.z_loss * z_factor) * flce_largest_gradient(problem->divergence);
+  double largest = sums.largest_class_weight * sums.largest_token_factor *
+                   fabs(problem->loss.logit_scale) *
+                   (1.0 + 128.0 * problem->loss.z_loss * z_factor) *
+                   flce_largest_gradient(problem->divergence.kind);
   void* scalars = tensors->scalars;
   flce_store(scalars, stat, FLCE_SCALAR_VALID, (double)sums.valid);
   flce_store(scalars, stat, FLCE_SCALAR_INV_DENOM, inverse);

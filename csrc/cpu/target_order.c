@@ -37,18 +37,18 @@ static void sort_keys(int64_t* keys, int64_t* spare, int64_t count, int64_t voca
 flce_status flce_cpu_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                    void* order) {
   (void)self;
-  if (problem->tokens > UINT32_MAX || problem->vocab > INT32_MAX)
+  if (problem->shape.tokens > UINT32_MAX || problem->shape.vocab > INT32_MAX)
     return flce_fail(FLCE_UNSUPPORTED,
                      "expected tokens < 2^32 and vocab < 2^31 on the CPU, got %lld, %lld",
-                     (long long)problem->tokens, (long long)problem->vocab);
+                     (long long)problem->shape.tokens, (long long)problem->shape.vocab);
   int64_t* keys = (int64_t*)order + 1;
   int64_t count = 0;
-  for (int64_t i = 0; i < problem->tokens; i++) {
+  for (int64_t i = 0; i < problem->shape.tokens; i++) {
     int64_t y = target[i];
-    if (y == problem->loss.ignore_index || y < 0 || y >= problem->vocab) continue;
+    if (y == problem->loss.ignore_index || y < 0 || y >= problem->shape.vocab) continue;
     keys[count++] = y << FLCE_TOKEN_BITS | i;
   }
-  sort_keys(keys, keys + problem->tokens, count, problem->vocab);
+  sort_keys(keys, keys + problem->shape.tokens, count, problem->shape.vocab);
   *(int64_t*)order = count;
   return FLCE_OK;
 }

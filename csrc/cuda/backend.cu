@@ -33,9 +33,9 @@ flce_status cuda_facts(void* self, const flce_problem* problem, flce_facts* fact
     FLCE_TRY(cuda_sample_bytes(problem, &facts->sample_bytes));
   }
   if (facts->compact_bytes > 0) {
-    FLCE_TRY(cuda_compact_bytes(problem->tokens, &facts->compact_bytes));
+    FLCE_TRY(cuda_compact_bytes(problem->shape.tokens, &facts->compact_bytes));
   }
-  return cuda_order_bytes(problem->tokens, problem->vocab, &facts->order_bytes);
+  return cuda_order_bytes(problem->shape.tokens, problem->shape.vocab, &facts->order_bytes);
 }
 
 /* ---- exports ---- */

@@ -8,30 +8,30 @@
 
 setting make_setting(flce_dtype dtype, flce_save save) {
   return (setting){
-      .problem = {.tokens = 23,
-                  .hidden = 19,
-                  .vocab = 67,
-                  .weight_rows = 67,
-                  .rows = 23,
-                  .dtype = dtype,
-                  .input_dtype = dtype,
-                  .weight_dtype = dtype,
-                  .bias_dtype = dtype,
-                  .accum_dtype = dtype,
-                  .logits_dtype = flce_stat_dtype(dtype),
+      .problem = {.shape.tokens = 23,
+                  .shape.hidden = 19,
+                  .shape.vocab = 67,
+                  .shape.weight_rows = 67,
+                  .shape.rows = 23,
+                  .dtypes.gemm = dtype,
+                  .dtypes.input = dtype,
+                  .dtypes.weight = dtype,
+                  .dtypes.bias = dtype,
+                  .dtypes.accum = dtype,
+                  .dtypes.logits = flce_stat_dtype(dtype),
                   .reduction = FLCE_MEAN,
                   .save = save,
-                  .want_grad_input = true,
-                  .want_grad_weight = true,
-                  .want_grad_bias = true,
-                  .has_bias = true,
+                  .wants.grad_input = true,
+                  .wants.grad_weight = true,
+                  .wants.grad_bias = true,
+                  .has.bias = true,
                   .loss = {.ignore_index = IGNORE_INDEX, .logit_scale = 1.0, .temperature = 1.0},
-                  .max_memory = 1 << 20},
+                  .memory.bound = 1 << 20},
       .std = 2.0};
 }
 
 flce_dtype stat_of(const setting* s) {
-  return flce_stat_dtype(s->problem.dtype);
+  return flce_stat_dtype(s->problem.dtypes.gemm);
 }
 
 /* ---- the definition ---- */
@@ -41,7 +41,7 @@ static double optional(bool given, const void* vector, flce_dtype stat, int64_t 
 }
 
 static double class_weight(const setting* s, const model* m, int64_t j) {
-  return optional(s->problem.has_class_weight, m->class_weight, stat_of(s), j);
+  return optional(s->problem.has.class_weight, m->class_weight, stat_of(s), j);
 }
 
 /* A row: its logits, their slopes with respect to z, the gradient and the magnitudes of its terms.
@@ -58,20 +58,20 @@ static void make_logits(const setting* s, const model* m, int64_t i, row* r) {
   const flce_loss* o = &p->loss;
   double temperature = o->temperature * optional(s->temperature, m->temperature, stat_of(s), i);
   long double largest = -INFINITY, sum = 0.0;
-  for (int64_t j = 0; j < p->vocab; j++) {
-    long double z = p->has_bias ? flce_load(m->bias, p->bias_dtype, j) : 0.0;
-    for (int64_t h = 0; h < p->hidden; h++)
-      z += (long double)flce_load(m->x, p->input_dtype, i * p->hidden + h) *
-           flce_load(m->w, p->weight_dtype, j * p->hidden + h);
+  for (int64_t j = 0; j < p->shape.vocab; j++) {
+    long double z = p->has.bias ? flce_load(m->bias, p->dtypes.bias, j) : 0.0;
+    for (int64_t h = 0; h < p->shape.hidden; h++)
+      z += (long double)flce_load(m->x, p->dtypes.input, i * p->shape.hidden + h) *
+           flce_load(m->w, p->dtypes.weight, j * p->shape.hidden + h);
     long double capped = o->softcap > 0.0 ? tanhl(o->logit_scale * z / o->softcap) : 0.0;
     r->l[j] = (o->softcap > 0.0 ? o->softcap * capped : o->logit_scale * z) / temperature;
     r->slope[j] = (double)(o->logit_scale / temperature * (1.0 - capped * capped));
     largest = fmaxl(largest, r->l[j]);
   }
-  for (int64_t j = 0; j < p->vocab; j++) sum += expl(r->l[j] - largest);
+  for (int64_t j = 0; j < p->shape.vocab; j++) sum += expl(r->l[j] - largest);
   r->lse = largest + logl(sum);
   r->entropy = 0.0;
-  for (int64_t j = 0; j < p->vocab; j++)
+  for (int64_t j = 0; j < p->shape.vocab; j++)
     r->entropy += (double)(expl(r->l[j] - r->lse) * (r->lse - r->l[j]));
 }
 
@@ -84,10 +84,10 @@ static void row_loss(const setting* s, const model* m, int64_t i, double k, doub
   double lse = (double)r->lse;
   double token = optional(s->token_weight, m->token_weight, stat_of(s), i);
   r->loss = z_loss * lse * lse;
-  for (int64_t j = 0; j < p->vocab; j++) {
-    double q = smoothing / (double)p->vocab;
-    if (p->has_probabilities)
-      q += (1.0 - smoothing) * flce_load(m->probabilities, FLCE_F32, i * p->weight_rows + j);
+  for (int64_t j = 0; j < p->shape.vocab; j++) {
+    double q = smoothing / (double)p->shape.vocab;
+    if (p->has.probabilities)
+      q += (1.0 - smoothing) * flce_load(m->probabilities, FLCE_F32, i * p->shape.weight_rows + j);
     else if (j == m->target[i])
       q += 1.0 - smoothing;
     weight_sum += q * class_weight(s, m, j);
@@ -96,7 +96,7 @@ static void row_loss(const setting* s, const model* m, int64_t i, double k, doub
     r->size[j] = fabs(r->dz[j]);
   }
   double push = k * token * (weight_sum + 2.0 * z_loss * lse) + g_lse;
-  for (int64_t j = 0; j < p->vocab; j++) {
+  for (int64_t j = 0; j < p->shape.vocab; j++) {
     double log_p = (double)(r->l[j] - r->lse), prob = (double)expl(r->l[j] - r->lse);
     r->dz[j] = r->slope[j] * (r->dz[j] + prob * (push - g_entropy * (log_p + r->entropy)));
     r->size[j] += prob * (fabs(k * token) * (weight_sum + 2.0 * z_loss * fabs(lse)) + fabs(g_lse) +
@@ -109,16 +109,16 @@ static void row_loss(const setting* s, const model* m, int64_t i, double k, doub
 
 static void add_row(const setting* s, model* m, int64_t i, const row* r) {
   const flce_problem* p = &s->problem;
-  for (int64_t j = 0; j < p->vocab; j++) {
+  for (int64_t j = 0; j < p->shape.vocab; j++) {
     m->db[j] += r->dz[j];
     m->db_size[j] += r->size[j];
-    for (int64_t h = 0; h < p->hidden; h++) {
-      int64_t xi = i * p->hidden + h, wi = j * p->hidden + h;
-      double x = flce_load(m->x, p->input_dtype, xi), w = flce_load(m->w, p->weight_dtype, wi);
+    for (int64_t h = 0; h < p->shape.hidden; h++) {
+      int64_t xi = i * p->shape.hidden + h, wi = j * p->shape.hidden + h;
+      double x = flce_load(m->x, p->dtypes.input, xi), w = flce_load(m->w, p->dtypes.weight, wi);
       m->dx[xi] += r->dz[j] * w;
       m->dx_size[xi] += fabs(w) * r->size[j];
-      if (h < p->frozen_hidden) continue;
-      int64_t made = j * flce_grad_weight_cols(p) + h - p->frozen_hidden;
+      if (h < p->shape.frozen_hidden) continue;
+      int64_t made = j * flce_grad_weight_cols(p) + h - p->shape.frozen_hidden;
       m->dw[made] += r->dz[j] * x;
       m->dw_size[made] += fabs(x) * r->size[j];
     }
@@ -126,18 +126,18 @@ static void add_row(const setting* s, model* m, int64_t i, const row* r) {
 }
 
 static bool is_ignored(const setting* s, const model* m, int64_t i) {
-  return !s->problem.has_probabilities && m->target[i] == IGNORE_INDEX;
+  return !s->problem.has.probabilities && m->target[i] == IGNORE_INDEX;
 }
 
 /* The initial content of the tensor that dW is added to; its magnitudes count among dW's terms. */
 static void make_start(const setting* s, model* m) {
   const flce_problem* p = &s->problem;
-  int64_t used = p->vocab * flce_grad_weight_cols(p),
-          all = p->weight_rows * flce_grad_weight_cols(p);
-  m->start = test_fill_normal(p->added_dtype, all, 0.25);
-  for (int64_t k = used; k < all; k++) flce_store(m->start, p->added_dtype, k, NAN);
-  for (int64_t k = 0; s->problem.adds_grad_weight && k < used; k++) {
-    double start = flce_load(m->start, p->added_dtype, k);
+  int64_t used = p->shape.vocab * flce_grad_weight_cols(p),
+          all = p->shape.weight_rows * flce_grad_weight_cols(p);
+  m->start = test_fill_normal(p->backward.added_dtype, all, 0.25);
+  for (int64_t k = used; k < all; k++) flce_store(m->start, p->backward.added_dtype, k, NAN);
+  for (int64_t k = 0; s->problem.backward.adds_grad_weight && k < used; k++) {
+    double start = flce_load(m->start, p->backward.added_dtype, k);
     m->dw[k] += start;
     m->dw_size[k] += fabs(start);
   }
@@ -146,14 +146,14 @@ static void make_start(const setting* s, model* m) {
 static void make_expected(const setting* s, model* m) {
   const flce_problem* p = &s->problem;
   flce_dtype stat = stat_of(s);
-  row r = {.l = malloc((size_t)p->vocab * sizeof *r.l),
-           .slope = test_doubles(p->vocab),
-           .dz = test_doubles(p->vocab),
-           .size = test_doubles(p->vocab)};
+  row r = {.l = malloc((size_t)p->shape.vocab * sizeof *r.l),
+           .slope = test_doubles(p->shape.vocab),
+           .dz = test_doubles(p->shape.vocab),
+           .size = test_doubles(p->shape.vocab)};
   double weights = 0.0, count = 0.0;
-  for (int64_t i = 0; i < p->tokens; i++) {
+  for (int64_t i = 0; i < p->shape.tokens; i++) {
     if (is_ignored(s, m, i)) continue;
-    weights += p->has_probabilities ? 1.0 : class_weight(s, m, m->target[i]);
+    weights += p->has.probabilities ? 1.0 : class_weight(s, m, m->target[i]);
     count += 1.0;
   }
   bool mean = p->reduction == FLCE_MEAN, none = p->reduction == FLCE_NONE;
@@ -162,11 +162,11 @@ static void make_expected(const setting* s, model* m) {
   double z_factor = mean && !s->num_items
                         ? weights / count
                         : 1.0; /* the z-loss is averaged over the number of rows */
-  for (int64_t i = 0; i < p->tokens; i++) {
+  for (int64_t i = 0; i < p->shape.tokens; i++) {
     if (is_ignored(s, m, i)) continue;
     make_logits(s, m, i, &r);
     double g_lse = s->upstream ? flce_load(m->grad_lse, stat, i) : 0.0;
-    bool pulls = s->upstream && p->wants_entropy;
+    bool pulls = s->upstream && p->wants.entropy;
     row_loss(s, m, i, factor * flce_load(m->grad_output, stat, none ? i : 0), g_lse,
              pulls ? flce_load(m->grad_entropy, stat, i) : 0.0, z_factor, &r);
     m->loss[none ? i : 0] += factor * r.loss;
@@ -178,11 +178,11 @@ static void make_expected(const setting* s, model* m) {
 
 model make_model(const setting* s) {
   const flce_problem* p = &s->problem;
-  int64_t n = p->tokens, h = p->hidden, v = p->weight_rows;
+  int64_t n = p->shape.tokens, h = p->shape.hidden, v = p->shape.weight_rows;
   flce_dtype stat = stat_of(s);
-  model m = {.x = test_fill_normal(p->input_dtype, n * h, 1.0),
-             .w = test_fill_normal(p->weight_dtype, v * h, s->std / sqrt((double)h)),
-             .bias = test_fill_normal(p->bias_dtype, v, 0.5),
+  model m = {.x = test_fill_normal(p->dtypes.input, n * h, 1.0),
+             .w = test_fill_normal(p->dtypes.weight, v * h, s->std / sqrt((double)h)),
+             .bias = test_fill_normal(p->dtypes.bias, v, 0.5),
              .class_weight = test_buffer(stat, v),
              .grad_output = test_buffer(stat, n + 1),
              .token_weight = test_buffer(stat, n),
@@ -193,7 +193,7 @@ model make_model(const setting* s) {
              .probabilities = test_buffer(FLCE_F32, n * v),
              .target = malloc(sizeof(int64_t) * (size_t)(n + 1))};
   for (int64_t k = 0; s->identity && k < v * h; k++)
-    flce_store(m.w, p->weight_dtype, k, k % h == k / h ? 1.0 : 0.0);
+    flce_store(m.w, p->dtypes.weight, k, k % h == k / h ? 1.0 : 0.0);
   for (int64_t j = 0; j < v; j++) flce_store(m.class_weight, stat, j, test_uniform(0.25, 4.0));
   for (int64_t i = 0; i <= n; i++) flce_store(m.grad_output, stat, i, test_uniform(0.5, 3.0));
   for (int64_t k = 0; k < n * v; k++)
@@ -202,21 +202,21 @@ model make_model(const setting* s) {
   for (int64_t i = 0; i < n; i++) {
     flce_store(m.token_weight, stat, i, i == 4 ? 0.0 : test_uniform(0.25, 2.0));
     flce_store(m.temperature, stat, i, test_uniform(0.5, 2.0));
-    m.target[i] = (int64_t)(test_random() % (uint64_t)p->vocab);
+    m.target[i] = (int64_t)(test_random() % (uint64_t)p->shape.vocab);
     if (s->peaked) /* x is parallel to its target's row of W: a tiny loss */
       for (int64_t k = 0; k < h; k++)
-        flce_store(m.x, p->input_dtype, i * h + k,
-                   16.0 * flce_load(m.w, p->weight_dtype, m.target[i] * h + k));
-    if (p->has_probabilities || (!s->all_ignored && i % 5 != 3)) continue;
+        flce_store(m.x, p->dtypes.input, i * h + k,
+                   16.0 * flce_load(m.w, p->dtypes.weight, m.target[i] * h + k));
+    if (p->has.probabilities || (!s->all_ignored && i % 5 != 3)) continue;
     m.target[i] = IGNORE_INDEX;
     /* NaN in an ignored row must not reach any result; the definition never reads it. */
-    for (int64_t k = 0; k < h; k++) flce_store(m.x, p->input_dtype, i * h + k, NAN);
+    for (int64_t k = 0; k < h; k++) flce_store(m.x, p->dtypes.input, i * h + k, NAN);
   }
   /* Padding rows of W are not read: NaN there must not reach any result either. */
-  for (int64_t j = p->vocab; j < v; j++) {
-    flce_store(m.bias, p->bias_dtype, j, NAN);
+  for (int64_t j = p->shape.vocab; j < v; j++) {
+    flce_store(m.bias, p->dtypes.bias, j, NAN);
     flce_store(m.class_weight, stat, j, NAN);
-    for (int64_t k = 0; k < h; k++) flce_store(m.w, p->weight_dtype, j * h + k, NAN);
+    for (int64_t k = 0; k < h; k++) flce_store(m.w, p->dtypes.weight, j * h + k, NAN);
     for (int64_t i = 0; i < n; i++) flce_store(m.probabilities, FLCE_F32, i * v + j, NAN);
   }
   m.loss = test_doubles(n + 1), m.loss_size = test_doubles(n + 1);
@@ -263,9 +263,10 @@ void* workspace(const flce_plan* plan, unsigned pass) {
 /* The tensor of dW: a new one, or the caller's with its initial content. */
 static void* weight_buffer(const setting* s, const model* m, const flce_plan* plan) {
   const flce_problem* p = &s->problem;
-  if (!p->adds_grad_weight) return plan_buffer(plan, FLCE_BUF_GRAD_WEIGHT);
+  if (!p->backward.adds_grad_weight) return plan_buffer(plan, FLCE_BUF_GRAD_WEIGHT);
   CHECK(plan->buffers[FLCE_BUF_GRAD_WEIGHT].bytes == 0, "the plan has a dW besides the caller's");
-  size_t bytes = (size_t)(p->weight_rows * flce_grad_weight_cols(p) * flce_size_of(p->added_dtype));
+  size_t bytes = (size_t)(p->shape.weight_rows * flce_grad_weight_cols(p) *
+                          flce_size_of(p->backward.added_dtype));
   return memcpy(malloc(bytes), m->start, bytes);
 }
 
@@ -276,11 +277,11 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
   const void* scalars = r->plan.dtype == FLCE_F16 ? r->t.scalars : NULL;
   const flce_scaled all[FLCE_GRADIENTS] = {
       {r->t.grad_input, r->t.grad_input, r->plan.grad_input_dtype, r->plan.grad_input_dtype,
-       flce_input_rows(p) * p->hidden},
+       flce_input_rows(p) * p->shape.hidden},
       {r->t.grad_weight, r->t.grad_weight, r->plan.grad_weight_dtype, r->plan.grad_weight_dtype,
-       p->weight_rows * flce_grad_weight_cols(p)},
+       p->shape.weight_rows * flce_grad_weight_cols(p)},
       {r->t.grad_bias, r->t.grad_bias, r->plan.grad_bias_dtype, r->plan.grad_bias_dtype,
-       p->weight_rows}};
+       p->shape.weight_rows}};
   flce_scaled made[FLCE_GRADIENTS];
   int number = 0;
   for (int k = 0; k < FLCE_GRADIENTS; k++)
@@ -291,11 +292,11 @@ static void scale_gradients(const flce_backend* b, const setting* s, run* r, con
 void open_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
   r->t.grad_output = m->grad_output;
   r->t.grad_lse = s->upstream ? m->grad_lse : NULL;
-  r->t.grad_entropy = r->problem.entropy_gradient ? m->grad_entropy : NULL;
+  r->t.grad_entropy = r->problem.wants.entropy_gradient ? m->grad_entropy : NULL;
   if (!flce_has_backward(r->plan.save)) return;
   int64_t forward_gemms = r->plan.forward_gemms;
-  r->problem.has_grad_entropy = r->problem.entropy_gradient;
-  r->problem.consumes_saved = s->consumes;
+  r->problem.backward.has_grad_entropy = r->problem.wants.entropy_gradient;
+  r->problem.backward.consumes_saved = s->consumes;
   CHECK_OK(flce_plan_call(b, &r->problem, &r->plan));
   r->plan.forward_gemms = forward_gemms;
   free(r->t.workspace);
@@ -316,22 +317,22 @@ static void run_backward(const flce_backend* b, const setting* s, const model* m
 
 run open_run(const flce_backend* b, const setting* s, const model* m) {
   run r = {.problem = s->problem};
-  r.problem.entropy_gradient = s->upstream && s->problem.wants_entropy;
+  r.problem.wants.entropy_gradient = s->upstream && s->problem.wants.entropy;
   r.status = flce_plan_call(b, &r.problem, &r.plan);
   CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
   if (r.status != FLCE_OK) return r;
   r.t = (flce_tensors){.input = m->x,
                        .linear_weight = m->w,
-                       .linear_bias = s->problem.has_bias ? m->bias : NULL,
-                       .target = s->problem.has_probabilities ? NULL : m->target,
-                       .probabilities = s->problem.has_probabilities ? m->probabilities : NULL,
+                       .linear_bias = s->problem.has.bias ? m->bias : NULL,
+                       .target = s->problem.has.probabilities ? NULL : m->target,
+                       .probabilities = s->problem.has.probabilities ? m->probabilities : NULL,
                        .probabilities_dtype = FLCE_F32,
-                       .class_weight = s->problem.has_class_weight ? m->class_weight : NULL,
+                       .class_weight = s->problem.has.class_weight ? m->class_weight : NULL,
                        .token_weight = s->token_weight ? m->token_weight : NULL,
                        .temperature = s->temperature ? m->temperature : NULL,
                        .num_items = s->num_items ? m->num_items : NULL,
                        .seed = &s->seed,
-                       .teacher = s->problem.teacher ? &m->teacher : NULL,
+                       .teacher = s->problem.divergence.teacher ? &m->teacher : NULL,
                        .predictions = plan_buffer(&r.plan, FLCE_BUF_PREDICTIONS),
                        .loss = plan_buffer(&r.plan, FLCE_BUF_LOSS),
                        .stats = plan_buffer(&r.plan, FLCE_BUF_STATS),
@@ -375,7 +376,7 @@ static double error_of(const setting* s, const run* r) {
   if (s->peaked) logits += 32.0 * s->std * s->std; /* x = 16 W_y */
   /* The plain GEMM sums in double: a float64 logit has one rounding per term, others have one in
    * all. */
-  if (r->plan.dtype == FLCE_F64) logits *= sqrt((double)s->problem.hidden);
+  if (r->plan.dtype == FLCE_F64) logits *= sqrt((double)s->problem.shape.hidden);
   const flce_loss* o = &s->problem.loss;
   logits *= fmax(1.0, fabs(o->logit_scale) / o->temperature * (s->temperature ? 2.0 : 1.0));
   return rounding * (4.0 + 2.0 * logits) + test_epsilon(stat_of(s)) * 16.0;
@@ -392,13 +393,14 @@ void describe(const setting* s, const run* r, char* text, size_t size) {
       s->skips   ? " skips"
       : s->fused ? " fused"
                  : "",
-      flce_save_name(p->save), flce_dtype_name(p->dtype), flce_dtype_name(p->input_dtype),
-      flce_dtype_name(p->weight_dtype), flce_dtype_name(p->accum_dtype), (long long)p->tokens,
-      (long long)p->hidden, (long long)p->vocab, p->reduction, p->has_bias, p->has_class_weight,
-      p->loss.label_smoothing, p->loss.logit_scale, p->loss.softcap, p->loss.temperature,
-      p->loss.z_loss, p->has_probabilities, p->wants_entropy, (long long)p->rows,
-      (long long)p->weight_rows, (long long)r->plan.chunks, p->want_grad_input, p->want_grad_weight,
-      p->want_grad_bias, p->adds_grad_weight, flce_dtype_name(p->added_dtype));
+      flce_save_name(p->save), flce_dtype_name(p->dtypes.gemm), flce_dtype_name(p->dtypes.input),
+      flce_dtype_name(p->dtypes.weight), flce_dtype_name(p->dtypes.accum),
+      (long long)p->shape.tokens, (long long)p->shape.hidden, (long long)p->shape.vocab,
+      p->reduction, p->has.bias, p->has.class_weight, p->loss.label_smoothing, p->loss.logit_scale,
+      p->loss.softcap, p->loss.temperature, p->loss.z_loss, p->has.probabilities, p->wants.entropy,
+      (long long)p->shape.rows, (long long)p->shape.weight_rows, (long long)r->plan.chunks,
+      p->wants.grad_input, p->wants.grad_weight, p->wants.grad_bias, p->backward.adds_grad_weight,
+      flce_dtype_name(p->backward.added_dtype));
 }
 
 void compare(const setting* s, const run* r, const char* name, const void* actual, flce_dtype dtype,
@@ -428,7 +430,7 @@ static void check_padding(const setting* s, const run* r, const char* text) {
   if (plan->save != FLCE_SAVE_LOGITS) return;
   bool zeros = true;
   for (int64_t i = 0; i < plan->rows; i++)
-    for (int64_t j = s->problem.vocab; j < plan->saved_pitch; j++)
+    for (int64_t j = s->problem.shape.vocab; j < plan->saved_pitch; j++)
       zeros &= flce_load(r->t.saved, plan->saved_dtype, i * plan->saved_pitch + j) == 0.0;
   CHECK(zeros, "what is saved is not padded with zeros, %s", text);
 }
@@ -444,22 +446,23 @@ void check_run(const setting* s, const model* m, const run* r) {
         "GEMMs %lld and %lld, planned %lld and %lld, %s", (long long)r->forward_gemms,
         (long long)r->backward_gemms, (long long)plan->forward_gemms,
         (long long)plan->backward_gemms, text);
-  compare(s, r, "loss", r->t.loss, stat_of(s), m->loss, m->loss_size, none ? p->tokens : 1);
-  if (gradients && p->want_grad_input && p->tokens > 0)
+  compare(s, r, "loss", r->t.loss, stat_of(s), m->loss, m->loss_size, none ? p->shape.tokens : 1);
+  if (gradients && p->wants.grad_input && p->shape.tokens > 0)
     compare(s, r, "dX", r->t.grad_input, plan->grad_input_dtype, m->dx, m->dx_size,
-            p->tokens * p->hidden);
-  int64_t used = p->vocab * flce_grad_weight_cols(p),
-          all = p->weight_rows * flce_grad_weight_cols(p);
-  if (gradients && p->want_grad_weight)
+            p->shape.tokens * p->shape.hidden);
+  int64_t used = p->shape.vocab * flce_grad_weight_cols(p),
+          all = p->shape.weight_rows * flce_grad_weight_cols(p);
+  if (gradients && p->wants.grad_weight)
     compare(s, r, "dW", r->t.grad_weight, plan->grad_weight_dtype, m->dw, m->dw_size,
-            p->adds_grad_weight ? used : all);
-  int64_t size = flce_size_of(p->added_dtype);
-  if (p->adds_grad_weight)
+            p->backward.adds_grad_weight ? used : all);
+  int64_t size = flce_size_of(p->backward.added_dtype);
+  if (p->backward.adds_grad_weight)
     CHECK(test_same((char*)r->t.grad_weight + used * size, (char*)m->start + used * size,
                     (all - used) * size),
           "the caller's padding has changed, %s", text);
-  if (gradients && p->want_grad_bias)
-    compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, m->db, m->db_size, p->weight_rows);
+  if (gradients && p->wants.grad_bias)
+    compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, m->db, m->db_size,
+            p->shape.weight_rows);
 }
 
 static bool same_run(const setting* s, const run* a, const run* b) {
@@ -468,14 +471,14 @@ static bool same_run(const setting* s, const run* a, const run* b) {
   bool same = test_same(a->t.loss, b->t.loss, plan->buffers[FLCE_BUF_LOSS].bytes);
   if (a->t.grad_input)
     same &= test_same(a->t.grad_input, b->t.grad_input,
-                      p->tokens * p->hidden * flce_size_of(plan->grad_input_dtype));
+                      p->shape.tokens * p->shape.hidden * flce_size_of(plan->grad_input_dtype));
   if (a->t.grad_weight)
     same &= test_same(
         a->t.grad_weight, b->t.grad_weight,
-        p->weight_rows * flce_grad_weight_cols(p) * flce_size_of(plan->grad_weight_dtype));
+        p->shape.weight_rows * flce_grad_weight_cols(p) * flce_size_of(plan->grad_weight_dtype));
   if (a->t.grad_bias)
     same &= test_same(a->t.grad_bias, b->t.grad_bias,
-                      p->weight_rows * flce_size_of(plan->grad_bias_dtype));
+                      p->shape.weight_rows * flce_size_of(plan->grad_bias_dtype));
   return same;
 }
 

@@ -132,8 +132,8 @@ static flce_status plain_facts(void* self, const flce_problem* problem, flce_fac
   facts->fused_row_bytes = PRODUCT_ROW_BYTES;
   facts->fused_tile_rows = PRODUCT_TILE_ROWS;
   facts->fused_writes_z = true;
-  facts->fused_packs =
-      problem->teacher && !problem->teacher->gives_logits && !flce_is_sharded(problem);
+  facts->fused_packs = problem->divergence.teacher && !problem->divergence.teacher->has.logits &&
+                       !flce_is_sharded(problem);
   facts->bias_parts = WEIGHT_PARTS;
   return FLCE_OK;
 }

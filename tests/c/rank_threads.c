@@ -107,19 +107,19 @@ static void* elements(void* data, flce_dtype dtype, int64_t count) {
 /* The teacher of a rank, whose problem is `own`: its rows of W, or all columns of its logits. */
 static void open_teacher(rank_call* call, const flce_problem* own, const flce_tensors* whole) {
   flce_problem* teacher = &call->teacher;
-  *teacher = *own->teacher;
-  teacher->ranks = own->ranks;
-  teacher->rank = own->rank;
-  teacher->classes = own->classes;
-  teacher->first_class = own->first_class;
-  teacher->weight_rows = own->weight_rows;
-  teacher->vocab = own->vocab;
-  call->s.problem.teacher = teacher;
-  if (teacher->gives_logits)
-    teacher->first_logit = own->first_class;
+  *teacher = *own->divergence.teacher;
+  teacher->shard.ranks = own->shard.ranks;
+  teacher->shard.rank = own->shard.rank;
+  teacher->shard.classes = own->shard.classes;
+  teacher->shard.first_class = own->shard.first_class;
+  teacher->shape.weight_rows = own->shape.weight_rows;
+  teacher->shape.vocab = own->shape.vocab;
+  call->s.problem.divergence.teacher = teacher;
+  if (teacher->has.logits)
+    teacher->shape.first_logit = own->shard.first_class;
   else
-    call->m.teacher.linear_weight = elements((void*)whole->linear_weight, teacher->weight_dtype,
-                                             own->first_class * teacher->hidden);
+    call->m.teacher.linear_weight = elements((void*)whole->linear_weight, teacher->dtypes.weight,
+                                             own->shard.first_class * teacher->shape.hidden);
 }
 
 /* The setting of a rank with the rows [first, end) of W, and the model from these rows on. */
@@ -130,24 +130,25 @@ static void open_rank(rank_call* call, group* all, int rank, const setting* s, c
   *call = (rank_call){.own = {.all = all, .rank = rank}, .s = *s, .m = *m};
   call->comm = (flce_comm){&call->own, send_buffer, all_gather, all_to_all, wait_for, abandon};
   flce_problem* own = &call->s.problem;
-  own->ranks = all->ranks;
-  own->rank = rank;
-  own->classes = p->vocab;
-  own->first_class = first < p->vocab ? first : p->vocab;
-  own->weight_rows = end - first;
-  own->vocab = (end < p->vocab ? end : p->vocab) - own->first_class;
+  own->shard.ranks = all->ranks;
+  own->shard.rank = rank;
+  own->shard.classes = p->shape.vocab;
+  own->shard.first_class = first < p->shape.vocab ? first : p->shape.vocab;
+  own->shape.weight_rows = end - first;
+  own->shape.vocab = (end < p->shape.vocab ? end : p->shape.vocab) - own->shard.first_class;
   call->s.comm = &call->comm;
-  if (own->teacher) open_teacher(call, own, &m->teacher);
+  if (own->divergence.teacher) open_teacher(call, own, &m->teacher);
   int64_t rows = flce_input_rows(own);
-  if (own->input_is_sharded) call->m.x = elements(m->x, p->input_dtype, rank * rows * p->hidden);
-  call->m.w = elements(m->w, p->weight_dtype, first * p->hidden);
-  call->m.bias = elements(m->bias, p->bias_dtype, first);
-  call->m.start = elements(m->start, p->added_dtype, first * cols);
+  if (own->shard.input_is_sharded)
+    call->m.x = elements(m->x, p->dtypes.input, rank * rows * p->shape.hidden);
+  call->m.w = elements(m->w, p->dtypes.weight, first * p->shape.hidden);
+  call->m.bias = elements(m->bias, p->dtypes.bias, first);
+  call->m.start = elements(m->start, p->backward.added_dtype, first * cols);
   call->m.dw = m->dw + first * cols, call->m.dw_size = m->dw_size + first * cols;
   call->m.db = m->db + first, call->m.db_size = m->db_size + first;
-  if (own->input_is_sharded) {
-    call->m.dx = m->dx + rank * rows * p->hidden;
-    call->m.dx_size = m->dx_size + rank * rows * p->hidden;
+  if (own->shard.input_is_sharded) {
+    call->m.dx = m->dx + rank * rows * p->shape.hidden;
+    call->m.dx_size = m->dx_size + rank * rows * p->shape.hidden;
   }
 }
 

@@ -35,17 +35,18 @@ static flce_plan plan_on(const flce_architecture* row, const char* kernel,
 
 /* A training step whose sizes the kernels of every row serve; `divides` its rows into chunks. */
 static flce_problem problem_of(flce_dtype dtype, bool divides) {
-  flce_problem p = {.tokens = 8192, .hidden = 4096, .vocab = 128256, .rows = 8192};
-  p.weight_rows = p.vocab;
-  p.dtype = p.input_dtype = p.weight_dtype = p.bias_dtype = p.accum_dtype = dtype;
-  p.logits_dtype = flce_stat_dtype(dtype);
+  flce_problem p = {
+      .shape.tokens = 8192, .shape.hidden = 4096, .shape.vocab = 128256, .shape.rows = 8192};
+  p.shape.weight_rows = p.shape.vocab;
+  p.dtypes.gemm = p.dtypes.input = p.dtypes.weight = p.dtypes.bias = p.dtypes.accum = dtype;
+  p.dtypes.logits = flce_stat_dtype(dtype);
   p.reduction = FLCE_MEAN;
-  p.has_bias = true;
-  p.want_grad_input = p.want_grad_weight = p.want_grad_bias = true;
+  p.has.bias = true;
+  p.wants.grad_input = p.wants.grad_weight = p.wants.grad_bias = true;
   p.save = FLCE_SAVE_GRADS;
   p.loss = (flce_loss){.ignore_index = -100, .logit_scale = 1.0, .temperature = 1.0};
-  p.max_memory = INT64_C(1) << (divides ? 30 : 34);
-  p.kept_memory = INT64_C(10) << 30;
+  p.memory.bound = INT64_C(1) << (divides ? 30 : 34);
+  p.memory.kept = INT64_C(10) << 30;
   return p;
 }
 
@@ -93,9 +94,10 @@ static void test_sizes_of_the_row(void) {
   flce_plan plan = plan_on(&row, "auto", &p, &facts);
   CHECK(plan.fuses_rows && plan.bias_parts == 0 && !facts.skips_rows, "the logits GEMM alone");
   CHECK(facts.fused_tile_rows == 320 && facts.fused_writes_z, "rows of a cluster, H");
-  CHECK(facts.fused_row_bytes == 4 * (flce_ceil_div(p.vocab, 96) + 8), "a number of each tile");
+  CHECK(facts.fused_row_bytes == 4 * (flce_ceil_div(p.shape.vocab, 96) + 8),
+        "a number of each tile");
   CHECK(plan.chunks > 1 && plan.chunk_rows % 320 == 0, "%lld rows", (long long)plan.chunk_rows);
-  p.rows = p.tokens = 499;
+  p.shape.rows = p.shape.tokens = 499;
   CHECK(!plan_on(&row, "auto", &p, &facts).fuses_rows, "fewer than least_rows");
   CHECK(plan_on(&row, "fused", &p, &facts).fuses_rows, "FLCE_KERNEL=fused");
 

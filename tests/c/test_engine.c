@@ -15,8 +15,8 @@ static void test_options(void) {
         setting s = make_setting((flce_dtype)dtype, (flce_save)save);
         s.problem.reduction = (flce_reduction)(options % 3);
         if (save == FLCE_SAVE_GRADS && s.problem.reduction == FLCE_NONE) continue;
-        s.problem.has_bias = s.problem.want_grad_bias = options / 3 & 1;
-        s.problem.has_class_weight = options / 6 & 1;
+        s.problem.has.bias = s.problem.wants.grad_bias = options / 3 & 1;
+        s.problem.has.class_weight = options / 6 & 1;
         s.problem.loss.label_smoothing = options / 12 & 1 ? 0.1 : 0.0;
         test_setting(&s);
       }
@@ -45,19 +45,19 @@ static void test_loss_options(void) {
         s.problem.loss.ignore_index = IGNORE_INDEX;
         s.problem.reduction = (flce_reduction)(k / 4 % 3);
         if (save == FLCE_SAVE_GRADS && s.problem.reduction == FLCE_NONE) continue;
-        s.problem.has_class_weight = bits & 1;
-        s.problem.wants_entropy = bits & 2;
-        s.problem.wants_predictions = bits & 4;
-        s.problem.has_probabilities = (bits & 24) == 8;
+        s.problem.has.class_weight = bits & 1;
+        s.problem.wants.entropy = bits & 2;
+        s.problem.wants.predictions = bits & 4;
+        s.problem.has.probabilities = (bits & 24) == 8;
         s.token_weight = bits & 32;
         s.temperature = bits & 64;
         s.num_items = bits & 128;
         s.upstream = (bits & 256) && save != FLCE_SAVE_GRADS;
-        if (bits & 512) s.problem.weight_rows += 5;
-        s.problem.wants_statistics = bits & 1024;
-        if (!s.problem.has_probabilities) s.problem.rows -= (int64_t)(test_random() % 5);
-        if (bits & 1 << 20) s.problem.max_memory = 9 * 72 * 8;
-        if (bits & 1 << 21) s.problem.want_grad_bias = false;
+        if (bits & 512) s.problem.shape.weight_rows += 5;
+        s.problem.wants.statistics = bits & 1024;
+        if (!s.problem.has.probabilities) s.problem.shape.rows -= (int64_t)(test_random() % 5);
+        if (bits & 1 << 20) s.problem.memory.bound = 9 * 72 * 8;
+        if (bits & 1 << 21) s.problem.wants.grad_bias = false;
         s.consumes = bits & 1 << 22;
         test_setting(&s);
       }
@@ -72,15 +72,15 @@ static void test_gathered(void) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
       for (int64_t rows = 19; rows <= 22; rows += 3) { /* 19 are valid */
         setting all = make_setting((flce_dtype)dtype, (flce_save)save);
-        all.problem.wants_predictions = all.problem.wants_statistics = true;
-        all.problem.max_memory = 9 * 72 * 8;
+        all.problem.wants.predictions = all.problem.wants.statistics = true;
+        all.problem.memory.bound = 9 * 72 * 8;
         setting some = all;
-        some.problem.rows = rows;
+        some.problem.shape.rows = rows;
         model m = make_model(&all);
         run a = run_all(&all, &m, 1), b = run_all(&some, &m, 1);
         check_run(&all, &m, &a);
         check_run(&some, &m, &b);
-        int64_t tokens = all.problem.tokens, stat = flce_size_of(stat_of(&all));
+        int64_t tokens = all.problem.shape.tokens, stat = flce_size_of(stat_of(&all));
         CHECK(test_same(a.t.stats, b.t.stats, FLCE_STAT_ROWS * tokens * stat) &&
                   test_same(a.t.predictions, b.t.predictions, tokens * 8) &&
                   test_same(a.t.loss, b.t.loss, stat),
@@ -97,7 +97,7 @@ static void test_gathered(void) {
   }
   setting s = make_setting(FLCE_F32, FLCE_SAVE_STATS);
   s.all_ignored = true;
-  for (s.problem.rows = 0; s.problem.rows < 3; s.problem.rows++) test_setting(&s);
+  for (s.problem.shape.rows = 0; s.problem.shape.rows < 3; s.problem.shape.rows++) test_setting(&s);
 }
 
 /* Statistics that are not needed after the forward are workspace; nothing else changes. */
@@ -105,7 +105,7 @@ static void test_statistics_that_nobody_reads(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
       setting with = make_setting((flce_dtype)dtype, (flce_save)save), without = with;
-      with.problem.wants_statistics = true;
+      with.problem.wants.statistics = true;
       model m = make_model(&with);
       run a = run_all(&with, &m, 1), b = run_all(&without, &m, 1);
       bool backward = save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_STATS;
@@ -141,11 +141,12 @@ static void test_chunks(void) {
     for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
       for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
         setting s = make_setting((flce_dtype)dtype, (flce_save)save);
-        int64_t align = 64 / flce_size_of(s.problem.dtype);
-        int64_t pitch = (s.problem.vocab + align - 1) / align * align;
-        s.problem.max_memory = rows[k] * pitch * flce_size_of(s.problem.dtype);
+        int64_t align = 64 / flce_size_of(s.problem.dtypes.gemm);
+        int64_t pitch = (s.problem.shape.vocab + align - 1) / align * align;
+        s.problem.memory.bound = rows[k] * pitch * flce_size_of(s.problem.dtypes.gemm);
         s.problem.loss.label_smoothing = k % 2 ? 0.2 : 0.0;
-        s.problem.accum_dtype = k % 2 ? flce_stat_dtype(s.problem.dtype) : s.problem.dtype;
+        s.problem.dtypes.accum =
+            k % 2 ? flce_stat_dtype(s.problem.dtypes.gemm) : s.problem.dtypes.gemm;
         test_setting(&s);
       }
     }
@@ -156,11 +157,11 @@ static void test_wanted(void) {
   for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
     for (int wanted = 0; wanted < 8; wanted++) {
       setting s = make_setting(FLCE_F32, (flce_save)save);
-      s.problem.want_grad_input = wanted & 1;
-      s.problem.want_grad_weight = wanted & 2;
-      s.problem.want_grad_bias = wanted & 4;
+      s.problem.wants.grad_input = wanted & 1;
+      s.problem.wants.grad_weight = wanted & 2;
+      s.problem.wants.grad_bias = wanted & 4;
       s.problem.loss.label_smoothing = wanted == 7 ? 0.1 : 0.0;
-      s.problem.max_memory = 8 * 80 * 4;
+      s.problem.memory.bound = 8 * 80 * 4;
       model m = make_model(&s);
       run r = run_all(&s, &m, 1);
       check_run(&s, &m, &r);
@@ -190,30 +191,31 @@ static void test_added(void) {
       for (int k = 0; k < 64; k++) {
         setting s = make_setting((flce_dtype)dtype, (flce_save)save);
         flce_problem* p = &s.problem;
-        p->adds_grad_weight = true;
-        p->added_dtype = k & 1 ? flce_stat_dtype(p->dtype) : p->dtype;
-        if (k & 2) p->accum_dtype = flce_stat_dtype(p->dtype);
+        p->backward.adds_grad_weight = true;
+        p->backward.added_dtype = k & 1 ? flce_stat_dtype(p->dtypes.gemm) : p->dtypes.gemm;
+        if (k & 2) p->dtypes.accum = flce_stat_dtype(p->dtypes.gemm);
         if (k & 4) p->loss.label_smoothing = 0.1;
-        p->has_class_weight = k & 8;
-        if (k & 16) p->weight_rows += 5;
-        if (k & 32) p->rows = 19 + (k & 1);
+        p->has.class_weight = k & 8;
+        if (k & 16) p->shape.weight_rows += 5;
+        if (k & 32) p->shape.rows = 19 + (k & 1);
         p->reduction = (flce_reduction)(k % 3);
-        p->has_probabilities = k % 7 == 6 && !(k & 32);
-        if (k % 5) p->max_memory = 9 * 72 * 8;
+        p->has.probabilities = k % 7 == 6 && !(k & 32);
+        if (k % 5) p->memory.bound = 9 * 72 * 8;
         test_setting(&s);
       }
       setting s = make_setting((flce_dtype)dtype, (flce_save)save);
-      s.problem.adds_grad_weight = s.all_ignored = true;
-      s.problem.added_dtype = flce_stat_dtype(s.problem.dtype);
-      for (s.problem.rows = 0; s.problem.rows < 3; s.problem.rows++) test_setting(&s);
+      s.problem.backward.adds_grad_weight = s.all_ignored = true;
+      s.problem.backward.added_dtype = flce_stat_dtype(s.problem.dtypes.gemm);
+      for (s.problem.shape.rows = 0; s.problem.shape.rows < 3; s.problem.shape.rows++)
+        test_setting(&s);
     }
   }
   /* Autocast: bfloat16 GEMMs into a float32 gradient. */
   setting s = make_setting(FLCE_BF16, FLCE_SAVE_STATS);
-  s.problem.input_dtype = s.problem.weight_dtype = s.problem.bias_dtype = FLCE_F32;
-  s.problem.adds_grad_weight = true;
-  s.problem.added_dtype = FLCE_F32;
-  s.problem.max_memory = 9 * 72 * 2;
+  s.problem.dtypes.input = s.problem.dtypes.weight = s.problem.dtypes.bias = FLCE_F32;
+  s.problem.backward.adds_grad_weight = true;
+  s.problem.backward.added_dtype = FLCE_F32;
+  s.problem.memory.bound = 9 * 72 * 2;
   test_setting(&s);
 }
 
@@ -221,20 +223,20 @@ static void test_edges(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_BF16; dtype++) {
     for (int save = FLCE_SAVE_NOTHING; save <= FLCE_SAVE_STATS; save++) {
       setting base = make_setting((flce_dtype)dtype, (flce_save)save), s = base;
-      s.problem.tokens = s.problem.rows = 0;
+      s.problem.shape.tokens = s.problem.shape.rows = 0;
       test_setting(&s);
       s = base;
-      s.problem.vocab = s.problem.weight_rows = 1;
+      s.problem.shape.vocab = s.problem.shape.weight_rows = 1;
       test_setting(&s);
       s = base;
-      s.problem.hidden = 1;
+      s.problem.shape.hidden = 1;
       test_setting(&s);
       s = base;
       s.all_ignored = true;
       test_setting(&s);
       s = base;
-      s.problem.vocab = s.problem.weight_rows = 300;
-      s.problem.hidden = 40;
+      s.problem.shape.vocab = s.problem.shape.weight_rows = 300;
+      s.problem.shape.hidden = 40;
       s.std = 4.0;
       s.peaked = true;
       test_setting(&s);
@@ -246,12 +248,12 @@ static void test_edges(void) {
 static void test_autocast(void) {
   for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
     setting s = make_setting(FLCE_BF16, (flce_save)save);
-    s.problem.input_dtype = s.problem.weight_dtype = s.problem.bias_dtype = FLCE_F32;
-    s.problem.accum_dtype = FLCE_F32;
-    s.problem.max_memory = 9 * 72 * 2;
+    s.problem.dtypes.input = s.problem.dtypes.weight = s.problem.dtypes.bias = FLCE_F32;
+    s.problem.dtypes.accum = FLCE_F32;
+    s.problem.memory.bound = 9 * 72 * 2;
     test_setting(&s);
     s.problem.loss.label_smoothing = 0.1;
-    s.problem.dtype = FLCE_F16;
+    s.problem.dtypes.gemm = FLCE_F16;
     test_setting(&s);
   }
 }
@@ -261,12 +263,13 @@ static void test_frozen_columns(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
       setting s = make_setting((flce_dtype)dtype, (flce_save)save);
-      s.problem.max_memory = 9 * 72 * 2;
-      for (s.problem.frozen_hidden = 8; s.problem.frozen_hidden <= 16;
-           s.problem.frozen_hidden += 8) {
-        s.problem.loss.label_smoothing = s.problem.frozen_hidden == 8 ? 0.0 : 0.1;
-        s.problem.accum_dtype =
-            s.problem.frozen_hidden == 8 ? s.problem.dtype : flce_stat_dtype(s.problem.dtype);
+      s.problem.memory.bound = 9 * 72 * 2;
+      for (s.problem.shape.frozen_hidden = 8; s.problem.shape.frozen_hidden <= 16;
+           s.problem.shape.frozen_hidden += 8) {
+        s.problem.loss.label_smoothing = s.problem.shape.frozen_hidden == 8 ? 0.0 : 0.1;
+        s.problem.dtypes.accum = s.problem.shape.frozen_hidden == 8
+                                     ? s.problem.dtypes.gemm
+                                     : flce_stat_dtype(s.problem.dtypes.gemm);
         test_setting(&s);
       }
     }
@@ -276,7 +279,7 @@ static void test_frozen_columns(void) {
   flce_plan plan;
   const int64_t refused[] = {-8, 4, 24};
   for (size_t k = 0; k < sizeof refused / sizeof *refused; k++) {
-    s.problem.frozen_hidden = refused[k];
+    s.problem.shape.frozen_hidden = refused[k];
     CHECK(flce_plan_make(&s.problem, &facts, &plan) == FLCE_INVALID_ARGUMENT,
           "frozen_hidden %lld is accepted", (long long)refused[k]);
   }
@@ -287,9 +290,9 @@ static void test_tiny_loss(void) {
   float x[] = {1.0f}, w[] = {0.0f, 40.0f}, loss, dx, dw[2], one = 1.0f;
   int64_t target[] = {1};
   setting s = make_setting(FLCE_F32, FLCE_SAVE_LOGITS);
-  s.problem.tokens = s.problem.rows = s.problem.hidden = 1;
-  s.problem.vocab = s.problem.weight_rows = 2;
-  s.problem.has_bias = s.problem.want_grad_bias = false;
+  s.problem.shape.tokens = s.problem.shape.rows = s.problem.shape.hidden = 1;
+  s.problem.shape.vocab = s.problem.shape.weight_rows = 2;
+  s.problem.has.bias = s.problem.wants.grad_bias = false;
   model m = {.x = x, .w = w, .target = target, .grad_output = &one};
   run r = run_all(&s, &m, 1);
   memcpy(&loss, r.t.loss, sizeof loss);
@@ -307,33 +310,34 @@ static void test_cross_entropy(void) {
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int options = 0; options < 12; options++) {
       setting s = make_setting((flce_dtype)dtype, FLCE_SAVE_NOTHING);
-      s.problem.hidden = s.problem.vocab;
+      s.problem.shape.hidden = s.problem.shape.vocab;
       s.identity = true;
-      s.problem.has_bias = false;
+      s.problem.has.bias = false;
       s.problem.reduction = (flce_reduction)(options % 3);
-      s.problem.has_class_weight = options / 3 & 1;
+      s.problem.has.class_weight = options / 3 & 1;
       s.problem.loss.label_smoothing = options / 6 & 1 ? 0.1 : 0.0;
       model m = make_model(&s);
-      int64_t n = s.problem.tokens, v = s.problem.vocab, stat = flce_size_of(stat_of(&s));
+      int64_t n = s.problem.shape.tokens, v = s.problem.shape.vocab,
+              stat = flce_size_of(stat_of(&s));
       flce_cpu cpu = test_cpu(1);
       flce_backend b;
       flce_cpu_backend(&cpu, &b);
-      run r = {.plan = {.dtype = s.problem.dtype, .save = FLCE_SAVE_NOTHING}};
+      run r = {.plan = {.dtype = s.problem.dtypes.gemm, .save = FLCE_SAVE_NOTHING}};
       size_t scratch = (size_t)flce_cross_entropy_workspace_bytes(&s.problem);
       r.t = (flce_tensors){.input = m.x,
                            .target = m.target,
-                           .class_weight = s.problem.has_class_weight ? m.class_weight : NULL,
+                           .class_weight = s.problem.has.class_weight ? m.class_weight : NULL,
                            .loss = malloc((size_t)(n * stat)),
                            .stats = malloc((size_t)(FLCE_STAT_ROWS * n * stat)),
                            .scalars = malloc((size_t)(FLCE_SCALAR_COUNT * stat)),
-                           .grad_input = test_buffer(s.problem.dtype, n * v),
+                           .grad_input = test_buffer(s.problem.dtypes.gemm, n * v),
                            .grad_output = m.grad_output,
                            .workspace = malloc(scratch)};
       CHECK_OK(flce_cross_entropy_forward(&b, &s.problem, &r.t));
       CHECK_OK(flce_cross_entropy_backward(&b, &s.problem, &r.t));
       compare(&s, &r, "cross entropy", r.t.loss, stat_of(&s), m.loss, m.loss_size,
               s.problem.reduction == FLCE_NONE ? n : 1);
-      compare(&s, &r, "dz", r.t.grad_input, s.problem.dtype, m.dx, m.dx_size, n * v);
+      compare(&s, &r, "dz", r.t.grad_input, s.problem.dtypes.gemm, m.dx, m.dx_size, n * v);
       free_run(&r);
       free_model(&m);
     }
@@ -352,7 +356,7 @@ static flce_status plan_of(const setting* s, flce_plan* plan) {
 static void test_plan(void) {
   setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
   flce_plan plan;
-  s.problem.max_memory = 8 * 80 * 4;
+  s.problem.memory.bound = 8 * 80 * 4;
   CHECK_OK(plan_of(&s, &plan));
   char text[4096], small[16];
   int64_t length = flce_plan_text(&plan, text, sizeof text);
@@ -372,24 +376,24 @@ static void test_plan(void) {
 static void test_plan_of_gathered_rows(void) {
   setting s = make_setting(FLCE_F32, FLCE_SAVE_NOTHING);
   flce_problem* p = &s.problem;
-  p->tokens = p->rows = 100000;
-  p->want_grad_input = p->want_grad_weight = p->want_grad_bias = false;
+  p->shape.tokens = p->shape.rows = 100000;
+  p->wants.grad_input = p->wants.grad_weight = p->wants.grad_bias = false;
   const flce_facts facts = {.fused_row_bytes = 100, .fused_tile_rows = 256, .skips_rows = true};
   flce_plan plan;
-  int64_t row_bytes = 100 + p->hidden * 4, budgets[] = {INT64_MAX, 1000 * row_bytes};
+  int64_t row_bytes = 100 + p->shape.hidden * 4, budgets[] = {INT64_MAX, 1000 * row_bytes};
   for (int k = 0; k < 2; k++) {
-    p->max_memory = budgets[k];
+    p->memory.bound = budgets[k];
     CHECK_OK(flce_plan_make(p, &facts, &plan));
     int64_t copy = plan.buffers[FLCE_BUF_GATHERED_X].bytes;
     int64_t numbers = plan.buffers[FLCE_BUF_FUSED].bytes;
-    CHECK(plan.gathers && plan.chunk_rows <= 4096 && copy == plan.chunk_rows * p->hidden * 4,
+    CHECK(plan.gathers && plan.chunk_rows <= 4096 && copy == plan.chunk_rows * p->shape.hidden * 4,
           "a copy of %lld bytes for chunks of %lld rows", (long long)copy,
           (long long)plan.chunk_rows);
-    CHECK(numbers > 0 && copy + numbers <= p->max_memory, "%lld + %lld bytes", (long long)copy,
+    CHECK(numbers > 0 && copy + numbers <= p->memory.bound, "%lld + %lld bytes", (long long)copy,
           (long long)numbers);
   }
   p->save = FLCE_SAVE_STATS;
-  p->want_grad_weight = true;
+  p->wants.grad_weight = true;
   CHECK_OK(flce_plan_make(p, &facts, &plan));
   CHECK(plan.backward_gathered_x == FLCE_BUF_SCALED_X &&
             !(plan.buffers[FLCE_BUF_GATHERED_X].lifetime & FLCE_IN_BACKWARD),
@@ -405,15 +409,15 @@ static int64_t rows_of_chunks(int64_t tokens, int64_t hidden, int64_t vocab, boo
                             .multiprocessors = 132,
                             .gemm_workspace_bytes = 32 << 20};
   flce_problem p = make_setting(FLCE_BF16, save).problem;
-  p.tokens = p.rows = tokens;
-  p.hidden = hidden;
-  p.vocab = p.weight_rows = vocab;
-  p.logits_dtype = FLCE_BF16;
-  p.want_grad_input = makes_dx;
-  p.max_memory = INT64_C(1) << 30;
+  p.shape.tokens = p.shape.rows = tokens;
+  p.shape.hidden = hidden;
+  p.shape.vocab = p.shape.weight_rows = vocab;
+  p.dtypes.logits = FLCE_BF16;
+  p.wants.grad_input = makes_dx;
+  p.memory.bound = INT64_C(1) << 30;
   flce_plan plan;
   CHECK_OK(flce_plan_make(&p, &facts, &plan));
-  CHECK(plan.chunk_rows * plan.z_pitch * 2 <= p.max_memory, "beyond the budget");
+  CHECK(plan.chunk_rows * plan.z_pitch * 2 <= p.memory.bound, "beyond the budget");
   return save == FLCE_SAVE_STATS ? plan.backward_chunk_rows : plan.chunk_rows;
 }
 
@@ -457,23 +461,25 @@ static void test_small_chunks(void) {
                             .gemm_workspace_bytes = 32 << 20};
   for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
     flce_problem p = make_setting(FLCE_BF16, FLCE_SAVE_GRADS).problem;
-    p.tokens = p.rows = cases[k].tokens;
-    p.hidden = cases[k].hidden;
-    p.vocab = p.weight_rows = cases[k].vocab;
-    p.want_grad_bias = false;
-    p.max_memory = INT64_C(1) << 30;
+    p.shape.tokens = p.shape.rows = cases[k].tokens;
+    p.shape.hidden = cases[k].hidden;
+    p.shape.vocab = p.shape.weight_rows = cases[k].vocab;
+    p.wants.grad_bias = false;
+    p.memory.bound = INT64_C(1) << 30;
     flce_plan bound, saving;
     CHECK_OK(flce_plan_make(&p, &facts, &bound));
-    p.saves_memory = true;
+    p.memory.bound_is_default = true;
     CHECK_OK(flce_plan_make(&p, &facts, &saving));
     CHECK(saving.chunk_rows >= cases[k].least && saving.chunk_rows <= cases[k].most,
           "case %zu: %lld rows", k, (long long)saving.chunk_rows);
     CHECK(saving.peak_bytes <= bound.peak_bytes, "case %zu: more than within 1 GiB", k);
-    int64_t logits = p.tokens * p.vocab * 2, outputs = (p.tokens + p.vocab) * p.hidden * 2;
-    CHECK(p.vocab > 8192 || logits < 128 << 20 || saving.peak_bytes <= 1.02 * (logits + outputs),
+    int64_t logits = p.shape.tokens * p.shape.vocab * 2,
+            outputs = (p.shape.tokens + p.shape.vocab) * p.shape.hidden * 2;
+    CHECK(p.shape.vocab > 8192 || logits < 128 << 20 ||
+              saving.peak_bytes <= 1.02 * (logits + outputs),
           "case %zu: %lld bytes", k, (long long)saving.peak_bytes);
     CHECK(saving.chunks == 1 || saving.chunk_rows % facts.fused_tile_rows == 0, "case %zu", k);
-    p.max_memory = 512 * saving.z_pitch * 2;
+    p.memory.bound = 512 * saving.z_pitch * 2;
     CHECK_OK(flce_plan_make(&p, &facts, &saving));
     CHECK(saving.chunk_rows <= 512, "a bound: %lld rows", (long long)saving.chunk_rows);
   }
@@ -481,7 +487,7 @@ static void test_small_chunks(void) {
 
 static void test_refusals(void) {
   setting base = make_setting(FLCE_F32, FLCE_SAVE_STATS), s = base;
-  s.problem.max_memory = 80 * 4 - 1;
+  s.problem.memory.bound = 80 * 4 - 1;
   expect_refusal(&s, "max_memory: expected at least one row of logits, 320 bytes, got 319");
   s = base;
   s.problem.save = FLCE_SAVE_GRADS;
@@ -491,36 +497,36 @@ static void test_refusals(void) {
   s.problem.loss.label_smoothing = 1.5;
   expect_refusal(&s, "label_smoothing: expected 0 <= label_smoothing <= 1, got 1.5");
   s = base;
-  s.problem.vocab = 0;
+  s.problem.shape.vocab = 0;
   expect_refusal(&s, "linear_weight: expected at least one row and column, got shape (0, 19)");
 
   s = base;
-  s.problem.adds_grad_weight = true;
-  s.problem.added_dtype = FLCE_BF16;
+  s.problem.backward.adds_grad_weight = true;
+  s.problem.backward.added_dtype = FLCE_BF16;
   expect_refusal(&s, "grad_weight_into: expected dtype float32, got bfloat16");
-  s.problem.added_dtype = FLCE_F32;
+  s.problem.backward.added_dtype = FLCE_F32;
   s.problem.save = FLCE_SAVE_GRADS;
   expect_refusal(&s, "save: expected \"logits\" or \"stats\" where the weight's gradient is added");
 
   s = base;
-  s.problem.rows = 24;
+  s.problem.shape.rows = 24;
   expect_refusal(&s, "rows: expected 0 to 23");
   s = base;
   const flce_problem teacher = s.problem;
-  s.problem.teacher = &teacher;
+  s.problem.divergence.teacher = &teacher;
   expect_refusal(&s, "divergence: expected one of flce_divergence, got 0");
-  s.problem.divergence = (flce_divergence)7;
+  s.problem.divergence.kind = (flce_divergence)7;
   expect_refusal(&s, "divergence: expected one of flce_divergence, got 7");
   s = base;
-  s.problem.tokens = s.problem.rows = INT64_C(1) << 40;
-  s.problem.hidden = INT64_C(1) << 20;
+  s.problem.shape.tokens = s.problem.shape.rows = INT64_C(1) << 40;
+  s.problem.shape.hidden = INT64_C(1) << 20;
   expect_refusal(&s, "tokens, hidden: expected a product of at most 2^54, got 1099511627776 and");
   s = base;
-  s.problem.weight_rows = 66;
+  s.problem.shape.weight_rows = 66;
   expect_refusal(&s, "valid_vocab: expected at most 66, got 67");
   s = base;
   model m = make_model(&s);
-  m.target[4] = s.problem.vocab;
+  m.target[4] = s.problem.shape.vocab;
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
   flce_cpu_backend(&cpu, &b);

@@ -227,15 +227,15 @@ static uint64_t digest_of(const setting* s, const run* r) {
   const flce_plan* plan = &r->plan;
   uint64_t sum = digest(UINT64_C(0xcbf29ce484222325), r->t.loss, flce_size_of(stat_of(s)));
   sum = digest(sum, r->t.grad_input,
-               flce_input_rows(p) * p->hidden * flce_size_of(plan->grad_input_dtype));
+               flce_input_rows(p) * p->shape.hidden * flce_size_of(plan->grad_input_dtype));
   sum = digest(sum, r->t.grad_weight,
-               p->weight_rows * p->hidden * flce_size_of(plan->grad_weight_dtype));
-  return digest(sum, r->t.grad_bias, p->weight_rows * flce_size_of(plan->grad_bias_dtype));
+               p->shape.weight_rows * p->shape.hidden * flce_size_of(plan->grad_weight_dtype));
+  return digest(sum, r->t.grad_bias, p->shape.weight_rows * flce_size_of(plan->grad_bias_dtype));
 }
 
 /* The tensors of the classes of each row, all of them class 1 unless the forward finds them. */
 static void open_row_classes(const setting* s, run* r) {
-  int64_t count = s->problem.tokens * s->problem.row_classes;
+  int64_t count = s->problem.shape.tokens * s->problem.wants.row_classes;
   if (count == 0) return;
   r->t.classes = test_buffer(FLCE_F64, count);
   for (int64_t i = 0; i < count; i++) r->t.classes[i] = 1;
@@ -244,18 +244,19 @@ static void open_row_classes(const setting* s, run* r) {
 
 /* What the binding runs in a backward. */
 static flce_status backward(const flce_backend* b, const setting* s, const model* m, run* r) {
-  bool with_classes = s->problem.row_classes > 0 && s->problem.save == FLCE_SAVE_STATS;
-  r->problem.has_grad_classes = with_classes;
-  r->problem.has_grad_tail = with_classes && s->problem.wants_tail;
+  bool with_classes = s->problem.wants.row_classes > 0 && s->problem.save == FLCE_SAVE_STATS;
+  r->problem.backward.has_grad_classes = with_classes;
+  r->problem.backward.has_grad_tail = with_classes && s->problem.wants.tail;
   open_backward(b, s, m, r);
   if (with_classes) r->t.grad_classes = r->t.class_logits;
-  if (r->problem.has_grad_tail) r->t.grad_tail = r->t.class_logits; /* as many zeros, at least */
+  if (r->problem.backward.has_grad_tail)
+    r->t.grad_tail = r->t.class_logits; /* as many zeros, at least */
   if (flce_has_backward(r->plan.save))
     return flce_backward(b, s->comm, &r->problem, &r->plan, &r->t);
   if (r->plan.save != FLCE_SAVE_GRADS) return FLCE_OK;
   const flce_plan* plan = &r->plan;
   const flce_scaled grad = {r->t.grad_bias, r->t.grad_bias, plan->grad_bias_dtype,
-                            plan->grad_bias_dtype, s->problem.weight_rows};
+                            plan->grad_bias_dtype, s->problem.shape.weight_rows};
   const void* scalars = plan->dtype == FLCE_F16 ? r->t.scalars : NULL;
   return b->scale_grads(b->self, &grad, 1, m->grad_output, scalars, stat_of(s));
 }
@@ -265,14 +266,14 @@ static bool step(const flce_backend* b, const setting* s, const model* m, rank_c
                  uint64_t* made) {
   run r = open_run(b, s, m);
   CHECK(r.status == FLCE_OK, "plan: %s", flce_last_error());
-  int64_t input =
-      flce_input_rows(&s->problem) * s->problem.hidden * flce_size_of(s->problem.input_dtype);
+  int64_t input = flce_input_rows(&s->problem) * s->problem.shape.hidden *
+                  flce_size_of(s->problem.dtypes.input);
   void* x = test_buffer(FLCE_F64, input / 8 + 1); /* a collective may send from it */
   memcpy(x, m->x, (size_t)input);
   r.t.input = x;
   open_row_classes(s, &r);
   const flce_tensors teacher = r.t; /* of the same x and W, with other final logits */
-  if (s->problem.teacher) r.t.teacher = &teacher;
+  if (s->problem.divergence.teacher) r.t.teacher = &teacher;
   g_calls = 0, comm->asked = 0, comm->abandons = 0;
   flce_status status = flce_forward(b, s->comm, &r.problem, &r.plan, &r.t);
   if (status == FLCE_OK) status = backward(b, s, m, &r);
@@ -304,7 +305,7 @@ static void test_step(const setting* given, bool has_buffers) {
   setting s = *given;
   model m = make_model(&s);
   failing_backend(&cpu, &s, &b);
-  bool sharded = s.problem.ranks > 1;
+  bool sharded = s.problem.shard.ranks > 1;
   if (sharded) s.comm = &table;
   uint64_t first, again, failed;
   g_fails_at = 1 << 30;
@@ -331,13 +332,13 @@ static setting make_way(flce_save save, int way) {
   bool sampled = save == FLCE_SAVE_SAMPLES, float16 = way % 3 == 2;
   setting s = make_setting(float16 ? FLCE_F16 : way % 3 ? FLCE_BF16 : FLCE_F32, save);
   flce_problem* p = &s.problem;
-  p->tokens = p->rows = 30;
-  p->gradient_eps = 0x1p-4;
-  p->has_class_weight = way & 4;
+  p->shape.tokens = p->shape.rows = 30;
+  p->sampling.eps = 0x1p-4;
+  p->has.class_weight = way & 4;
   if (way & 2) p->loss.label_smoothing = 0.2;
-  if (way % 5 == 0) p->max_memory = 6 * 67 * 8; /* several chunks */
+  if (way % 5 == 0) p->memory.bound = 6 * 67 * 8; /* several chunks */
   if (save == FLCE_SAVE_NOTHING)
-    p->want_grad_input = p->want_grad_weight = p->want_grad_bias = false;
+    p->wants.grad_input = p->wants.grad_weight = p->wants.grad_bias = false;
   s.fused = way >= 6 && !sampled && !float16;
   return s;
 }
@@ -347,9 +348,9 @@ static void test_ranks(void) {
     for (int way = 0; way < 12; way++) {
       setting s = make_way(kSaves[k], way);
       flce_problem* p = &s.problem;
-      p->ranks = RANKS, p->classes = p->vocab;
-      p->input_is_sharded = way & 1;
-      p->wide_terms = (way & 2) && way % 3;
+      p->shard.ranks = RANKS, p->shard.classes = p->shape.vocab;
+      p->shard.input_is_sharded = way & 1;
+      p->shard.wide_terms = (way & 2) && way % 3;
       test_step(&s, way & 2);
     }
 }
@@ -361,12 +362,14 @@ static void test_one_process(void) {
       flce_problem* p = &s.problem;
       bool narrow = way == 11 && kSaves[k] != FLCE_SAVE_SAMPLES; /* float16 in form dz */
       if (narrow) s.fused = true, p->loss.softcap = 5.0;
-      if (s.fused && way & 1) s.skips = true, p->rows = 24; /* the rows that are not ignored */
-      if (way == 3) p->accum_dtype = FLCE_F32, p->dtype = FLCE_BF16; /* copies of x and W */
+      if (s.fused && way & 1)
+        s.skips = true, p->shape.rows = 24; /* the rows that are not ignored */
+      if (way == 3) p->dtypes.accum = FLCE_F32, p->dtypes.gemm = FLCE_BF16; /* copies of x and W */
       if (way >= 4 && !narrow && kSaves[k] != FLCE_SAVE_SAMPLES) {
-        p->topk = way & 1 && !s.fused ? 2 : 0; /* the plain fused GEMM has no rows of E to search */
-        p->row_classes = p->topk > 0 ? flce_candidates(p->topk) : 2;
-        p->wants_tail = !s.fused; /* nor does it write logits */
+        p->wants.topk =
+            way & 1 && !s.fused ? 2 : 0; /* the plain fused GEMM has no rows of E to search */
+        p->wants.row_classes = p->wants.topk > 0 ? flce_candidates(p->wants.topk) : 2;
+        p->wants.tail = !s.fused; /* nor does it write logits */
       }
       test_step(&s, false);
     }
@@ -378,16 +381,16 @@ static void test_divergences(bool draws) {
     for (int way = 0; way < 6; way++) {
       setting s = make_way(draws ? FLCE_SAVE_SAMPLES : FLCE_SAVE_GRADS, way);
       flce_problem *p = &s.problem, teacher;
-      p->save = FLCE_SAVE_GRADS, p->sampled = draws;
-      p->has_class_weight = false, p->loss.label_smoothing = 0.0;
-      if (ranks > 1) p->ranks = ranks, p->classes = p->vocab;
+      p->save = FLCE_SAVE_GRADS, p->sampling.wanted = draws;
+      p->has.class_weight = false, p->loss.label_smoothing = 0.0;
+      if (ranks > 1) p->shard.ranks = ranks, p->shard.classes = p->shape.vocab;
       teacher = *p;
       teacher.loss.logit_scale = 0.5;
       teacher.reduction = FLCE_SUM, teacher.save = FLCE_SAVE_NOTHING;
-      teacher.want_grad_input = teacher.want_grad_weight = teacher.want_grad_bias = false;
-      p->divergence = (flce_divergence)(1 + way % FLCE_DIVERGENCE_COUNT);
-      p->beta = 0.3, p->hard_weight = way & 1 ? 0.25 : 0.0;
-      p->teacher = &teacher;
+      teacher.wants.grad_input = teacher.wants.grad_weight = teacher.wants.grad_bias = false;
+      p->divergence.kind = (flce_divergence)(1 + way % FLCE_DIVERGENCE_COUNT);
+      p->divergence.beta = 0.3, p->divergence.hard_weight = way & 1 ? 0.25 : 0.0;
+      p->divergence.teacher = &teacher;
       test_step(&s, way & 2);
     }
 }
@@ -400,7 +403,7 @@ static void test_facts(void) {
       setting s = make_way(FLCE_SAVE_AUTO, 0);
       flce_backend b;
       flce_plan plan;
-      if (ranks > 1) s.problem.ranks = ranks, s.problem.classes = s.problem.vocab;
+      if (ranks > 1) s.problem.shard.ranks = ranks, s.problem.shard.classes = s.problem.shape.vocab;
       failing_backend(&cpu, &s, &b);
       g_facts_left = at;
       flce_status status = flce_plan_call(&b, &s.problem, &plan);
@@ -416,15 +419,17 @@ static void test_given_logits(void) {
   for (int with = 0; with < 2; with++) {
     setting s = make_way(FLCE_SAVE_NOTHING, 0);
     flce_problem* p = &s.problem;
-    p->hidden = p->vocab, s.identity = true, p->wants_entropy = with;
+    p->shape.hidden = p->shape.vocab, s.identity = true, p->wants.entropy = with;
     model m = make_model(&s);
     flce_cpu cpu = test_cpu(1);
     flce_backend b;
     failing_backend(&cpu, &s, &b);
-    int64_t bytes = flce_cross_entropy_workspace_bytes(p), logits = p->tokens * p->vocab;
+    int64_t bytes = flce_cross_entropy_workspace_bytes(p),
+            logits = p->shape.tokens * p->shape.vocab;
     flce_tensors t = {.input = m.x, .target = m.target, .grad_output = m.grad_output};
     t.loss = test_doubles(1), t.scalars = test_doubles(FLCE_SCALAR_COUNT);
-    t.stats = test_doubles(FLCE_STAT_ROWS * p->tokens), t.workspace = test_doubles(bytes / 8 + 1);
+    t.stats = test_doubles(FLCE_STAT_ROWS * p->shape.tokens),
+    t.workspace = test_doubles(bytes / 8 + 1);
     t.grad_input = test_doubles(logits);
     uint64_t made[2] = {0, 0};
     for (g_fails_at = -1;; g_fails_at++) { /* -1: nothing fails */

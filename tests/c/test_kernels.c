@@ -164,7 +164,7 @@ static void test_variant_choice(void) {
   flce_cpu cpu = test_cpu(1);
   flce_backend backend;
   flce_cpu_backend(&cpu, &backend);
-  flce_problem problem = {.tokens = 1, .vocab = 1};
+  flce_problem problem = {.shape.tokens = 1, .shape.vocab = 1};
   flce_facts facts;
   setenv("FLCE_CPU_VARIANT", "sse9", 1);
   CHECK_OK(backend.facts(backend.self, &problem, &facts)); /* calls do not use getenv */

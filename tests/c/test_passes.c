@@ -470,7 +470,8 @@ static void test_finish_grad_weight(const types* t, int64_t width, int options) 
   c.weight = test_fill_normal(c.stat, VOCAB, 1.0);
   c.expected = test_doubles(VOCAB * width);
   c.tolerance = test_doubles(VOCAB * width);
-  flce_problem problem = {.tokens = TOKENS, .vocab = VOCAB, .loss = {.ignore_index = IGNORE_INDEX}};
+  flce_problem problem = {
+      .shape.tokens = TOKENS, .shape.vocab = VOCAB, .loss = {.ignore_index = IGNORE_INDEX}};
   flce_facts facts;
   CHECK_OK(backends[0].facts(backends[0].self, &problem, &facts));
   c.order = malloc((size_t)facts.order_bytes);

@@ -27,48 +27,50 @@ static void draw_loss(flce_problem* p) {
   p->loss.softcap = one_in(6) ? 30.0 : 0.0;
   p->loss.label_smoothing = one_in(6) ? 0.1 : 0.0;
   p->loss.z_loss = one_in(6) ? 0.1 : 0.0;
-  p->has_class_weight = one_in(4);
-  p->has_temperature = one_in(6);
-  p->has_probabilities = one_in(6);
-  p->wants_entropy = one_in(4);
-  p->entropy_gradient = p->wants_entropy && one_in(2);
-  p->wants_predictions = one_in(4);
-  p->wants_statistics = one_in(4);
-  p->topk = one_in(8) ? min64(p->vocab, one_of(1, FLCE_MOST_TOPK)) : 0;
-  p->row_classes = p->topk > 0 ? flce_candidates(p->topk) : one_in(8) ? one_of(1, 20) : 0;
+  p->has.class_weight = one_in(4);
+  p->has.temperature = one_in(6);
+  p->has.probabilities = one_in(6);
+  p->wants.entropy = one_in(4);
+  p->wants.entropy_gradient = p->wants.entropy && one_in(2);
+  p->wants.predictions = one_in(4);
+  p->wants.statistics = one_in(4);
+  p->wants.topk = one_in(8) ? min64(p->shape.vocab, one_of(1, FLCE_MOST_TOPK)) : 0;
+  p->wants.row_classes = p->wants.topk > 0 ? flce_candidates(p->wants.topk)
+                         : one_in(8)       ? one_of(1, 20)
+                                           : 0;
 }
 
 static void draw_gradients(flce_problem* p) {
-  p->want_grad_input = !one_in(4);
-  p->want_grad_weight = !one_in(4);
-  p->want_grad_bias = p->has_bias && !one_in(4);
-  p->frozen_hidden = one_in(6) && p->hidden > 8 ? 8 : 0;
+  p->wants.grad_input = !one_in(4);
+  p->wants.grad_weight = !one_in(4);
+  p->wants.grad_bias = p->has.bias && !one_in(4);
+  p->shape.frozen_hidden = one_in(6) && p->shape.hidden > 8 ? 8 : 0;
   p->save = (flce_save)one_of(FLCE_SAVE_NOTHING, FLCE_SAVE_AUTO);
-  p->sampled = p->save == FLCE_SAVE_SAMPLES;
-  p->gradient_eps = p->sampled ? 0x1p-6 : 0.0;
+  p->sampling.wanted = p->save == FLCE_SAVE_SAMPLES;
+  p->sampling.eps = p->sampling.wanted ? 0x1p-6 : 0.0;
   if (p->save == FLCE_SAVE_GRADS && p->reduction == FLCE_NONE) p->reduction = FLCE_MEAN;
-  p->adds_grad_weight = one_in(4) && p->want_grad_weight && p->save != FLCE_SAVE_GRADS;
-  p->accumulates = p->adds_grad_weight;
-  p->added_dtype = one_in(2) ? p->weight_dtype : flce_stat_dtype(p->weight_dtype);
-  p->consumes_saved = one_in(2);
+  p->backward.adds_grad_weight = one_in(4) && p->wants.grad_weight && p->save != FLCE_SAVE_GRADS;
+  p->graph.accumulates = p->backward.adds_grad_weight;
+  p->backward.added_dtype = one_in(2) ? p->dtypes.weight : flce_stat_dtype(p->dtypes.weight);
+  p->backward.consumes_saved = one_in(2);
 }
 
 static flce_problem draw(void) {
-  flce_problem p = {.tokens = one_in(50) ? 0 : size_of(24)};
+  flce_problem p = {.shape.tokens = one_in(50) ? 0 : size_of(24)};
   flce_dtype dtype = (flce_dtype)one_of(FLCE_F64, FLCE_F16), stat = flce_stat_dtype(dtype);
-  p.hidden = size_of(14), p.vocab = size_of(18);
-  p.rows = p.tokens;
-  p.weight_rows = p.vocab + (one_in(4) ? 3 : 0);
-  p.dtype = dtype;
-  p.input_dtype = p.weight_dtype = p.bias_dtype = one_in(6) ? FLCE_F32 : dtype;
-  p.accum_dtype = one_in(2) ? dtype : stat;
-  p.logits_dtype = one_in(2) ? dtype : stat;
+  p.shape.hidden = size_of(14), p.shape.vocab = size_of(18);
+  p.shape.rows = p.shape.tokens;
+  p.shape.weight_rows = p.shape.vocab + (one_in(4) ? 3 : 0);
+  p.dtypes.gemm = dtype;
+  p.dtypes.input = p.dtypes.weight = p.dtypes.bias = one_in(6) ? FLCE_F32 : dtype;
+  p.dtypes.accum = one_in(2) ? dtype : stat;
+  p.dtypes.logits = one_in(2) ? dtype : stat;
   p.reduction = (flce_reduction)one_of(FLCE_NONE, FLCE_SUM);
-  p.has_bias = one_in(3);
-  p.unaligned = one_in(6);
+  p.has.bias = one_in(3);
+  p.has.unaligned_operand = one_in(6);
   draw_loss(&p);
   draw_gradients(&p);
-  if (!p.has_probabilities && one_in(3)) p.rows = one_of(0, p.tokens);
+  if (!p.has.probabilities && one_in(3)) p.shape.rows = one_of(0, p.shape.tokens);
   return p;
 }
 
@@ -76,26 +78,27 @@ static flce_problem draw(void) {
 static bool add_teacher(flce_problem* p, flce_problem* teacher) {
   if (!one_in(4) || p->save == FLCE_SAVE_SAMPLES || p->save == FLCE_SAVE_LOGITS) return false;
   p->loss.label_smoothing = p->loss.z_loss = 0.0;
-  p->has_class_weight = p->has_probabilities = p->wants_entropy = p->entropy_gradient = false;
-  p->wants_predictions = p->wants_statistics = p->adds_grad_weight = p->accumulates = false;
-  p->topk = p->row_classes = 0;
-  p->divergence = (flce_divergence)one_of(1, FLCE_DIVERGENCE_COUNT);
-  p->beta = 0.5;
+  p->has.class_weight = p->has.probabilities = p->wants.entropy = p->wants.entropy_gradient = false;
+  p->wants.predictions = p->wants.statistics = p->backward.adds_grad_weight = p->graph.accumulates =
+      false;
+  p->wants.topk = p->wants.row_classes = 0;
+  p->divergence.kind = (flce_divergence)one_of(1, FLCE_DIVERGENCE_COUNT);
+  p->divergence.beta = 0.5;
   *teacher = *p;
   teacher->save = FLCE_SAVE_NOTHING;
-  teacher->want_grad_input = teacher->want_grad_weight = teacher->want_grad_bias = false;
-  teacher->frozen_hidden = 0;
-  teacher->accum_dtype = teacher->dtype;
-  teacher->gives_logits = one_in(2);
-  teacher->hidden = teacher->gives_logits ? p->weight_rows : size_of(14);
-  p->teacher = teacher;
+  teacher->wants.grad_input = teacher->wants.grad_weight = teacher->wants.grad_bias = false;
+  teacher->shape.frozen_hidden = 0;
+  teacher->dtypes.accum = teacher->dtypes.gemm;
+  teacher->has.logits = one_in(2);
+  teacher->shape.hidden = teacher->has.logits ? p->shape.weight_rows : size_of(14);
+  p->divergence.teacher = teacher;
   return true;
 }
 
 /* Bytes of TILE rows of logits, both the student's and the teacher's. */
 static int64_t tile_bytes(const flce_problem* p) {
-  int64_t row = round_up(p->vocab * flce_size_of(flce_stat_dtype(p->dtype)), 128);
-  return TILE * row * (p->teacher && !p->teacher->gives_logits ? 2 : 1);
+  int64_t row = round_up(p->shape.vocab * flce_size_of(flce_stat_dtype(p->dtypes.gemm)), 128);
+  return TILE * row * (p->divergence.teacher && !p->divergence.teacher->has.logits ? 2 : 1);
 }
 
 static void check_plan(const flce_backend* backend, const flce_problem* p) {
@@ -103,25 +106,26 @@ static void check_plan(const flce_backend* backend, const flce_problem* p) {
   flce_status status = flce_plan_step(backend, p, &plan);
   CHECK(status == FLCE_OK || status == FLCE_UNSUPPORTED,
         "%s, %lld tokens, %lld rows, H %lld, V %lld, %s, save %s: %s", backend->name,
-        (long long)p->tokens, (long long)p->rows, (long long)p->hidden, (long long)p->vocab,
-        flce_dtype_name(p->dtype), flce_save_name(p->save), flce_last_error());
+        (long long)p->shape.tokens, (long long)p->shape.rows, (long long)p->shape.hidden,
+        (long long)p->shape.vocab, flce_dtype_name(p->dtypes.gemm), flce_save_name(p->save),
+        flce_last_error());
   if (status != FLCE_OK) return;
   const flce_buffer* logits = &plan.buffers[FLCE_BUF_LOGITS];
-  CHECK(plan.chunks * plan.chunk_rows >= p->rows, "%lld chunks of %lld rows for %lld",
-        (long long)plan.chunks, (long long)plan.chunk_rows, (long long)p->rows);
-  CHECK(logits->bytes <= p->max_memory, "logits of %lld bytes, max_memory %lld",
-        (long long)logits->bytes, (long long)p->max_memory);
+  CHECK(plan.chunks * plan.chunk_rows >= p->shape.rows, "%lld chunks of %lld rows for %lld",
+        (long long)plan.chunks, (long long)plan.chunk_rows, (long long)p->shape.rows);
+  CHECK(logits->bytes <= p->memory.bound, "logits of %lld bytes, max_memory %lld",
+        (long long)logits->bytes, (long long)p->memory.bound);
 }
 
 /* With a max_memory of one tile to a few, and with the defaults of a large GPU. */
 static void check_problem(const flce_backend* backend, flce_problem p) {
   int64_t tile = tile_bytes(&p);
-  p.max_memory = p.kept_memory = tile * one_of(1, 4) + one_of(0, tile);
+  p.memory.bound = p.memory.kept = tile * one_of(1, 4) + one_of(0, tile);
   check_plan(backend, &p);
-  p.saves_memory = true;
-  p.max_memory = INT64_C(1) << 30;
-  p.kept_memory = INT64_C(10) << 30;
-  if (tile <= p.max_memory / 4 * 3) check_plan(backend, &p);
+  p.memory.bound_is_default = true;
+  p.memory.bound = INT64_C(1) << 30;
+  p.memory.kept = INT64_C(10) << 30;
+  if (tile <= p.memory.bound / 4 * 3) check_plan(backend, &p);
 }
 
 /* What heads over pixels, bytes and bases have: more memory in numbers of rows than in logits. */
@@ -135,23 +139,26 @@ static void test_few_classes(const flce_backend* backend) {
                {8000000, 8000000, 16, FLCE_BF16},
                {5000000, 91950, 1000, FLCE_F16}};
   for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-    flce_problem p = {.tokens = cases[k].tokens, .rows = cases[k].rows, .hidden = 256};
-    p.vocab = p.weight_rows = cases[k].vocab;
-    p.dtype = p.input_dtype = p.weight_dtype = p.bias_dtype = p.accum_dtype = cases[k].dtype;
-    p.logits_dtype = FLCE_F32;
+    flce_problem p = {
+        .shape.tokens = cases[k].tokens, .shape.rows = cases[k].rows, .shape.hidden = 256};
+    p.shape.vocab = p.shape.weight_rows = cases[k].vocab;
+    p.dtypes.gemm = p.dtypes.input = p.dtypes.weight = p.dtypes.bias = p.dtypes.accum =
+        cases[k].dtype;
+    p.dtypes.logits = FLCE_F32;
     p.reduction = FLCE_MEAN;
-    p.want_grad_input = p.want_grad_weight = true;
+    p.wants.grad_input = p.wants.grad_weight = true;
     p.save = FLCE_SAVE_AUTO;
     p.loss = (flce_loss){.ignore_index = -100, .logit_scale = 1.0, .temperature = 1.0};
-    p.saves_memory = true;
-    p.max_memory = INT64_C(1) << 30;
-    p.kept_memory = INT64_C(10) << 30;
+    p.memory.bound_is_default = true;
+    p.memory.bound = INT64_C(1) << 30;
+    p.memory.kept = INT64_C(10) << 30;
     flce_plan plan;
     CHECK_OK(flce_plan_step(backend, &p, &plan));
     CHECK(plan.chunks <= 64, "case %zu: %lld chunks", k, (long long)plan.chunks);
-    int64_t size = p.dtype == FLCE_F16 ? 6 : 2; /* float16 gradients are kept in float32, too */
-    int64_t outputs = (p.tokens + p.vocab) * p.hidden * size;
-    int64_t most = 3 * p.tokens * 128 + (64 << 20);
+    int64_t size =
+        p.dtypes.gemm == FLCE_F16 ? 6 : 2; /* float16 gradients are kept in float32, too */
+    int64_t outputs = (p.shape.tokens + p.shape.vocab) * p.shape.hidden * size;
+    int64_t most = 3 * p.shape.tokens * 128 + (64 << 20);
     CHECK(plan.peak_bytes <= outputs + most, "case %zu: %lld bytes", k, (long long)plan.peak_bytes);
   }
 }
@@ -170,8 +177,9 @@ int main(void) {
   for (int k = 1; k < named + 3; k++) test_few_classes(&backends[k]);
   for (int draws = 0; draws < DRAWS; draws++) {
     flce_problem p = draw(), teacher;
-    if (p.sampled && p.dtype == FLCE_F64) continue;
-    if (!add_teacher(&p, &teacher) && p.sampled && (p.has_probabilities || p.loss.softcap > 0.0))
+    if (p.sampling.wanted && p.dtypes.gemm == FLCE_F64) continue;
+    if (!add_teacher(&p, &teacher) && p.sampling.wanted &&
+        (p.has.probabilities || p.loss.softcap > 0.0))
       continue;
     check_problem(&backends[one_of(0, named + 2)], p);
   }

@@ -31,13 +31,13 @@ static void check_scalars(const prepare_case* c) {
   int64_t target[] = {0, 2, IGNORE_INDEX, 2};
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     flce_dtype stat = flce_stat_dtype((flce_dtype)dtype);
-    flce_problem problem = {.tokens = c->tokens,
-                            .rows = c->tokens,
-                            .vocab = 3,
-                            .weight_rows = 4,
-                            .dtype = (flce_dtype)dtype,
+    flce_problem problem = {.shape.tokens = c->tokens,
+                            .shape.rows = c->tokens,
+                            .shape.vocab = 3,
+                            .shape.weight_rows = 4,
+                            .dtypes.gemm = (flce_dtype)dtype,
                             .reduction = c->reduction,
-                            .has_probabilities = c->probabilities,
+                            .has.probabilities = c->probabilities,
                             .loss = c->loss};
     problem.loss.ignore_index = IGNORE_INDEX;
     void* given[] = {stored(c->weight, stat, 3), stored(c->token_weight, stat, 4),
@@ -102,9 +102,9 @@ static void test_prepare(void) {
 static void test_prepare_refusals(void) {
   int64_t target[TOKENS] = {0};
   double scalars[FLCE_SCALAR_COUNT];
-  flce_problem problem = {.tokens = TOKENS,
-                          .rows = TOKENS,
-                          .vocab = 50257,
+  flce_problem problem = {.shape.tokens = TOKENS,
+                          .shape.rows = TOKENS,
+                          .shape.vocab = 50257,
                           .loss = {.ignore_index = -100, .logit_scale = 1.0, .temperature = 1.0}};
   flce_tensors tensors = {.target = target, .scalars = scalars};
   target[4] = -100;
@@ -113,7 +113,7 @@ static void test_prepare_refusals(void) {
   CHECK(status == FLCE_TARGET_OUT_OF_RANGE, "status: %s", flce_status_name(status));
   const char* sentence = "target[5] is 50300: expected 0 <= target < 50257 or ignore_index -100";
   CHECK(strcmp(flce_last_error(), sentence) == 0, "sentence: %s", flce_last_error());
-  problem.first_token = 1000;
+  problem.shape.first_token = 1000;
   CHECK(backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) ==
                 FLCE_TARGET_OUT_OF_RANGE &&
             strstr(flce_last_error(), "target[1005] is 50300: "),
@@ -123,9 +123,9 @@ static void test_prepare_refusals(void) {
       backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_TARGET_OUT_OF_RANGE,
       "target -1 is let through");
   target[5] = 0;
-  problem.rows = TOKENS - 1;
+  problem.shape.rows = TOKENS - 1;
   CHECK_OK(backend.prepare(backend.self, &problem, &tensors, NULL, 0, false));
-  problem.rows = 7;
+  problem.shape.rows = 7;
   CHECK(
       backend.prepare(backend.self, &problem, &tensors, NULL, 0, false) == FLCE_INVALID_ARGUMENT &&
           strcmp(flce_last_error(),
@@ -133,7 +133,7 @@ static void test_prepare_refusals(void) {
                  "299, got 7") == 0,
       "sentence: %s", flce_last_error());
   const double no_items = 0.0;
-  problem.rows = TOKENS;
+  problem.shape.rows = TOKENS;
   problem.reduction = FLCE_MEAN;
   tensors.num_items = &no_items;
   CHECK(
@@ -153,8 +153,10 @@ static void test_compact_rows(int64_t ignore_index) {
   for (int64_t i = 0; i < TOKENS; i++) valid += target[i] != ignore_index;
   CHECK(valid > 9 && valid < TOKENS - 9, "%lld valid rows", (long long)valid);
   for (int64_t rows = 0; rows <= TOKENS; rows += rows == valid ? TOKENS - valid : valid) {
-    flce_problem problem = {
-        .tokens = TOKENS, .rows = rows, .vocab = VOCAB, .loss = {.ignore_index = ignore_index}};
+    flce_problem problem = {.shape.tokens = TOKENS,
+                            .shape.rows = rows,
+                            .shape.vocab = VOCAB,
+                            .loss = {.ignore_index = ignore_index}};
     flce_facts facts;
     CHECK_OK(backend.facts(backend.self, &problem, &facts));
     CHECK(facts.compact_bytes == 8 * TOKENS, "%lld bytes", (long long)facts.compact_bytes);
@@ -215,10 +217,10 @@ static void test_blank_rows(void) {
 static void test_order(void) {
   static const int64_t vocabs[] = {1, 2, 37, 2048, 2049, 128256, 5000000};
   for (size_t v = 0; v < sizeof vocabs / sizeof *vocabs; v++) {
-    flce_problem problem = {.tokens = TOKENS,
-                            .vocab = vocabs[v],
+    flce_problem problem = {.shape.tokens = TOKENS,
+                            .shape.vocab = vocabs[v],
                             .loss = {.ignore_index = IGNORE_INDEX},
-                            .dtype = FLCE_F32};
+                            .dtypes.gemm = FLCE_F32};
     flce_facts facts;
     CHECK_OK(backend.facts(backend.self, &problem, &facts));
     int64_t target[TOKENS], valid = 0;
@@ -242,7 +244,7 @@ static void test_order(void) {
     for (int64_t i = 0; i < TOKENS; i++)
       if (target[i] == vocabs[v]) target[i] = IGNORE_INDEX;
     flce_tensors tensors = {.target = target, .scalars = scalars};
-    problem.rows = TOKENS;
+    problem.shape.rows = TOKENS;
     problem.loss.logit_scale = problem.loss.temperature = 1.0;
     CHECK_OK(backend.prepare(backend.self, &problem, &tensors, again, 0, true));
     CHECK(test_same(again, order, (order[0] + 1) * (int64_t)sizeof *order), "prepare's order");

@@ -291,10 +291,10 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
   flce_rows view = view_of(s, d, r);
-  flce_problem problem = {.tokens = ROWS,
-                          .vocab = s->vocab,
-                          .dtype = s->dtype,
-                          .rows = ROWS,
+  flce_problem problem = {.shape.tokens = ROWS,
+                          .shape.vocab = s->vocab,
+                          .dtypes.gemm = s->dtype,
+                          .shape.rows = ROWS,
                           .reduction = FLCE_SUM,
                           .loss = view.options};
   flce_tensors tensors = {

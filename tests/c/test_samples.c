@@ -21,7 +21,7 @@ static void test_philox(void) {
 
 static setting sampled_setting(flce_dtype dtype, double eps) {
   setting s = make_setting(dtype, FLCE_SAVE_SAMPLES);
-  s.problem.gradient_eps = eps;
+  s.problem.sampling.eps = eps;
   return s;
 }
 
@@ -73,9 +73,10 @@ static void test_means(setting s) {
   enum { SEEDS = 300 };
   const flce_problem* p = &s.problem;
   model m = make_model(&s);
-  means dx = open_means(p->tokens * p->hidden), dw = open_means(p->weight_rows * p->hidden),
-        db = open_means(p->weight_rows);
-  double rounding = 4.0 * test_epsilon(p->dtype);
+  means dx = open_means(p->shape.tokens * p->shape.hidden),
+        dw = open_means(p->shape.weight_rows * p->shape.hidden),
+        db = open_means(p->shape.weight_rows);
+  double rounding = 4.0 * test_epsilon(p->dtypes.gemm);
   char text[600] = "";
   for (s.seed = 0; s.seed < SEEDS; s.seed++) {
     run r = run_all(&s, &m, 1);
@@ -83,13 +84,13 @@ static void test_means(setting s) {
     CHECK(r.backward_gemms == 0, "a GEMM in the backward, %s", text);
     add_values(&dx, r.t.grad_input, r.plan.grad_input_dtype, m.dx);
     add_values(&dw, r.t.grad_weight, r.plan.grad_weight_dtype, m.dw);
-    if (p->want_grad_bias) add_values(&db, r.t.grad_bias, r.plan.grad_bias_dtype, m.db);
+    if (p->wants.grad_bias) add_values(&db, r.t.grad_bias, r.plan.grad_bias_dtype, m.db);
     if (s.seed == 0) check_same(&s, &m, &r, text);
     free_run(&r);
   }
   close_means(&dx, "dX", SEEDS, rounding, m.dx_size, text);
   close_means(&dw, "dW", SEEDS, rounding, m.dw_size, text);
-  if (p->want_grad_bias) close_means(&db, "db", SEEDS, rounding, m.db_size, text);
+  if (p->wants.grad_bias) close_means(&db, "db", SEEDS, rounding, m.db_size, text);
   free_model(&m);
 }
 
@@ -100,17 +101,17 @@ static void test_options(void) {
     setting s = sampled_setting(dtypes[d], 0x1p-3);
     s.problem.loss.label_smoothing = 0.2;
     s.problem.loss.z_loss = 0.1;
-    s.problem.has_class_weight = s.token_weight = true;
-    s.temperature = s.problem.has_temperature = true;
+    s.problem.has.class_weight = s.token_weight = true;
+    s.temperature = s.problem.has.temperature = true;
     s.problem.reduction = FLCE_NONE;
     s.upstream = true;
-    s.problem.max_memory = 5 * 67 * 4 + 512; /* several chunks */
+    s.problem.memory.bound = 5 * 67 * 4 + 512; /* several chunks */
     test_means(s);
     s = sampled_setting(dtypes[d], 0x1p-2);
     s.problem.loss.softcap = 3.0;
     s.problem.loss.logit_scale = 1.5;
-    s.problem.rows = 19; /* gathered */
-    s.problem.weight_rows = 70;
+    s.problem.shape.rows = 19; /* gathered */
+    s.problem.shape.weight_rows = 70;
     test_means(s);
   }
 }
@@ -118,12 +119,12 @@ static void test_options(void) {
 /* Gradients of lse and the entropy too. */
 static void test_outputs(flce_dtype dtype) {
   setting s = sampled_setting(dtype, 0x1p-4);
-  s.problem.wants_entropy = s.upstream = true;
+  s.problem.wants.entropy = s.upstream = true;
   test_means(s);
   s.problem.loss.label_smoothing = 0.2;
   s.problem.loss.logit_scale = -1.5;
-  s.temperature = s.problem.has_temperature = true;
-  s.problem.rows = 19; /* gathered */
+  s.temperature = s.problem.has.temperature = true;
+  s.problem.shape.rows = 19; /* gathered */
   test_means(s);
 }
 
@@ -133,10 +134,10 @@ static void test_no_rows(void) {
   for (int k = 0; k < 12; k++) {
     setting s = sampled_setting(dtypes[k % 3], 0x1p-4);
     s.all_ignored = true;
-    s.problem.rows = 0;
-    if (k / 3 % 2) s.problem.accum_dtype = FLCE_F32;
-    s.problem.adds_grad_weight = k >= 6;
-    s.problem.added_dtype = s.problem.weight_dtype;
+    s.problem.shape.rows = 0;
+    if (k / 3 % 2) s.problem.dtypes.accum = FLCE_F32;
+    s.problem.backward.adds_grad_weight = k >= 6;
+    s.problem.backward.added_dtype = s.problem.dtypes.weight;
     model m = make_model(&s);
     run r = run_all(&s, &m, 1);
     check_run(&s, &m, &r);
@@ -150,14 +151,14 @@ static void test_divergence_without_rows(flce_dtype dtype) {
   setting s = sampled_setting(dtype, 0x1p-4);
   flce_problem *p = &s.problem, teacher;
   s.all_ignored = true;
-  p->rows = 0;
-  p->divergence = FLCE_FORWARD_KL, p->beta = 0.5;
+  p->shape.rows = 0;
+  p->divergence.kind = FLCE_FORWARD_KL, p->divergence.beta = 0.5;
   p->save = FLCE_SAVE_NOTHING;
   teacher = *p;
-  teacher.gradient_eps = 0.0;
-  teacher.want_grad_input = teacher.want_grad_weight = teacher.want_grad_bias = false;
-  p->save = FLCE_SAVE_GRADS, p->sampled = true, p->accum_dtype = FLCE_F32;
-  p->teacher = &teacher;
+  teacher.sampling.eps = 0.0;
+  teacher.wants.grad_input = teacher.wants.grad_weight = teacher.wants.grad_bias = false;
+  p->save = FLCE_SAVE_GRADS, p->sampling.wanted = true, p->dtypes.accum = FLCE_F32;
+  p->divergence.teacher = &teacher;
   model m = make_model(&s);
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
@@ -166,7 +167,7 @@ static void test_divergence_without_rows(flce_dtype dtype) {
   const flce_tensors same = r.t;
   r.t.teacher = &same;
   CHECK_OK(flce_forward(&b, NULL, &r.problem, &r.plan, &r.t));
-  for (int64_t k = 0; k < p->weight_rows * p->hidden; k++)
+  for (int64_t k = 0; k < p->shape.weight_rows * p->shape.hidden; k++)
     CHECK(flce_load(r.t.grad_weight, r.plan.grad_weight_dtype, k) == 0.0, "dW without rows");
   free_run(&r);
   free_model(&m);
@@ -176,8 +177,8 @@ static void test_divergence_without_rows(flce_dtype dtype) {
 static void test_strategy_of_the_plan(void) {
   setting s = sampled_setting(FLCE_F16, 0x1p-4);
   s.all_ignored = true;
-  s.problem.rows = 0;
-  s.problem.sampled = true, s.problem.save = FLCE_SAVE_AUTO;
+  s.problem.shape.rows = 0;
+  s.problem.sampling.wanted = true, s.problem.save = FLCE_SAVE_AUTO;
   model m = make_model(&s);
   run r = run_all(&s, &m, 1);
   CHECK(r.plan.save == FLCE_SAVE_SAMPLES && r.problem.save == FLCE_SAVE_AUTO, "the strategies");
@@ -188,8 +189,8 @@ static void test_strategy_of_the_plan(void) {
 
 static void test_added(void) {
   setting s = sampled_setting(FLCE_F32, 0x1p-4);
-  s.problem.adds_grad_weight = true;
-  s.problem.added_dtype = FLCE_F32;
+  s.problem.backward.adds_grad_weight = true;
+  s.problem.backward.added_dtype = FLCE_F32;
   test_means(s);
 }
 
@@ -201,7 +202,7 @@ static void test_lists(double eps) {
     run r = run_all(&s, &m, 1);
     int64_t pitch = flce_sample_pitch(eps), most = 0;
     CHECK(pitch == r.plan.saved_pitch, "the lists have another pitch than the plan says");
-    for (int64_t i = 0; i < s.problem.tokens; i++) {
+    for (int64_t i = 0; i < s.problem.shape.tokens; i++) {
       const int32_t* list = (const int32_t*)r.t.saved + i * pitch;
       bool ignored = m.target[i] == IGNORE_INDEX, ascends = true;
       CHECK(list[0] == (ignored ? -1 : (int32_t)m.target[i]), "list of token %lld", (long long)i);
@@ -222,17 +223,17 @@ static void test_a_part(int64_t first, bool gathers, int64_t max_memory) {
   s.seed = 3;
   model m = make_model(&s), rest = m;
   run whole = run_all(&s, &m, 1);
-  rest.x = (float*)m.x + first * s.problem.hidden;
+  rest.x = (float*)m.x + first * s.problem.shape.hidden;
   rest.target = m.target + first;
-  s.problem.tokens -= first;
-  s.problem.first_token = first;
-  s.problem.max_memory = max_memory;
+  s.problem.shape.tokens -= first;
+  s.problem.shape.first_token = first;
+  s.problem.memory.bound = max_memory;
   int64_t valid = 0, row = 0, bytes = whole.plan.saved_pitch * (int64_t)sizeof(int32_t);
-  for (int64_t i = 0; i < s.problem.tokens; i++) valid += rest.target[i] != IGNORE_INDEX;
-  s.problem.rows = gathers ? valid : s.problem.tokens;
+  for (int64_t i = 0; i < s.problem.shape.tokens; i++) valid += rest.target[i] != IGNORE_INDEX;
+  s.problem.shape.rows = gathers ? valid : s.problem.shape.tokens;
   run part = run_all(&s, &rest, 1);
   CHECK(part.plan.gathers == gathers, "the rows are not in the order that is tested");
-  for (int64_t i = 0; i < s.problem.tokens; i++) {
+  for (int64_t i = 0; i < s.problem.shape.tokens; i++) {
     if (gathers && rest.target[i] == IGNORE_INDEX) continue;
     CHECK(test_same((char*)whole.t.saved + (first + i) * bytes, (char*)part.t.saved + row++ * bytes,
                     bytes),
@@ -253,7 +254,7 @@ static void test_parts(void) {
   flce_plan plan;
   const int64_t refused[] = {-1, INT64_MAX};
   for (size_t k = 0; k < 2; k++) {
-    s.problem.first_token = refused[k];
+    s.problem.shape.first_token = refused[k];
     CHECK(flce_plan_make(&s.problem, &facts, &plan) == FLCE_INVALID_ARGUMENT &&
               strstr(flce_last_error(), "first_token: expected 0 to 9223372036854775784, got"),
           "first_token %lld: %s", (long long)refused[k], flce_last_error());
@@ -352,10 +353,10 @@ static void test_sampled_time(void) {
   for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
     setting s = sampled_setting(FLCE_BF16, cases[k].eps);
     flce_problem* p = &s.problem;
-    p->tokens = p->rows = cases[k].tokens;
-    p->hidden = 4096;
-    p->vocab = p->weight_rows = cases[k].vocab;
-    p->max_memory = 1 << 30;
+    p->shape.tokens = p->shape.rows = cases[k].tokens;
+    p->shape.hidden = 4096;
+    p->shape.vocab = p->shape.weight_rows = cases[k].vocab;
+    p->memory.bound = 1 << 30;
     const flce_facts facts = {.gemm_writes_f32 = true, .multiprocessors = 132};
     flce_plan plan;
     CHECK_OK(flce_plan_make(p, &facts, &plan));

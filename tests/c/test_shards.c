@@ -12,8 +12,8 @@ static void check_input(const rank_call* calls, int rank, int ranks, const model
   const rank_call* call = &calls[rank];
   const flce_problem* p = &call->s.problem;
   flce_dtype dtype = call->r.plan.grad_input_dtype;
-  int64_t count = flce_input_rows(p) * p->hidden;
-  if (!p->partial_grad_input) {
+  int64_t count = flce_input_rows(p) * p->shape.hidden;
+  if (!p->shard.partial_grad_input) {
     compare(&call->s, &call->r, "dX", call->r.t.grad_input, dtype, call->m.dx, call->m.dx_size,
             count);
     return;
@@ -42,22 +42,22 @@ static void check_rank(const rank_call* calls, int rank, int ranks, const model*
   if (r->status != FLCE_OK) return;
   CHECK(call->own.collectives == calls[0].own.collectives, "rank %d ran %d collectives, 0 %d, %s",
         rank, call->own.collectives, calls[0].own.collectives, text);
-  int64_t rows = p->reduction == FLCE_NONE ? p->tokens : 1;
+  int64_t rows = p->reduction == FLCE_NONE ? p->shape.tokens : 1;
   int64_t cols = flce_grad_weight_cols(p);
   compare(s, r, "loss", r->t.loss, stat_of(s), m->loss, m->loss_size, rows);
   CHECK(test_same(r->t.loss, calls[0].r.t.loss, rows * flce_size_of(stat_of(s))),
         "rank %d has other bits of the loss, %s", rank, text);
   if (r->t.predictions)
-    CHECK(test_same(r->t.predictions, calls[0].r.t.predictions, p->tokens * 8),
+    CHECK(test_same(r->t.predictions, calls[0].r.t.predictions, p->shape.tokens * 8),
           "rank %d has other predictions, %s", rank, text);
-  if (p->want_grad_input && p->tokens > 0) check_input(calls, rank, ranks, m);
-  int64_t classes = p->adds_grad_weight ? p->vocab : p->weight_rows;
-  if (p->want_grad_weight && classes > 0)
+  if (p->wants.grad_input && p->shape.tokens > 0) check_input(calls, rank, ranks, m);
+  int64_t classes = p->backward.adds_grad_weight ? p->shape.vocab : p->shape.weight_rows;
+  if (p->wants.grad_weight && classes > 0)
     compare(s, r, "dW", r->t.grad_weight, plan->grad_weight_dtype, call->m.dw, call->m.dw_size,
             classes * cols);
-  if (p->want_grad_bias && p->weight_rows > 0)
+  if (p->wants.grad_bias && p->shape.weight_rows > 0)
     compare(s, r, "db", r->t.grad_bias, plan->grad_bias_dtype, call->m.db, call->m.db_size,
-            p->weight_rows);
+            p->shape.weight_rows);
 }
 
 static void run_ranks(const setting* s, const model* m, int ranks, const int64_t* ends) {
@@ -68,7 +68,7 @@ static void run_ranks(const setting* s, const model* m, int ranks, const int64_t
   int64_t counted = flce_gemm_count() - before;
   for (int r = 0; r < ranks; r++) {
     const flce_plan* plan = &calls[r].r.plan;
-    if (calls[r].s.problem.vocab > 0) planned += plan->forward_gemms + plan->backward_gemms;
+    if (calls[r].s.problem.shape.vocab > 0) planned += plan->forward_gemms + plan->backward_gemms;
     check_rank(calls, r, ranks, m);
   }
   CHECK(counted == planned, "GEMMs of %d ranks %lld, planned %lld", ranks, (long long)counted,
@@ -78,7 +78,7 @@ static void run_ranks(const setting* s, const model* m, int ranks, const int64_t
 
 /* Equal shards, as torch.chunk makes them, and uneven ones with empty ranks. */
 static void test_ranks(const setting* s) {
-  int64_t rows = s->problem.weight_rows;
+  int64_t rows = s->problem.shape.weight_rows;
   model m = make_model(s);
   for (int kind = 0; kind < 3; kind++) {
     setting kernel = *s;
@@ -86,7 +86,7 @@ static void test_ranks(const setting* s) {
     for (int k = 0; k < 4; k++) {
       int ranks = (int[]){2, 3, 4, MOST_RANKS}[k];
       int64_t ends[MOST_RANKS], share = (rows + ranks - 1) / ranks;
-      if (s->problem.input_is_sharded && s->problem.tokens % ranks != 0) continue;
+      if (s->problem.shard.input_is_sharded && s->problem.shape.tokens % ranks != 0) continue;
       for (int r = 0; r < ranks; r++) ends[r] = (r + 1) * share < rows ? (r + 1) * share : rows;
       run_ranks(&kernel, &m, ranks, ends);
       for (int r = 0; r < ranks; r++) /* the first rank has no class, nor the last of eight */
@@ -103,11 +103,12 @@ static void test_saves(void) {
   for (int d = 0; d < 4; d++)
     for (int k = 0; k < 4; k++) {
       setting s = make_setting(dtypes[d], saves[k]);
-      s.problem.has_class_weight = k % 2 == d % 2;
+      s.problem.has.class_weight = k % 2 == d % 2;
       if (saves[k] == FLCE_SAVE_NOTHING)
-        s.problem.want_grad_input = s.problem.want_grad_weight = s.problem.want_grad_bias = false;
+        s.problem.wants.grad_input = s.problem.wants.grad_weight = s.problem.wants.grad_bias =
+            false;
       test_ranks(&s);
-      s.problem.max_memory = 6 * 64 * 8; /* several chunks */
+      s.problem.memory.bound = 6 * 64 * 8; /* several chunks */
       test_ranks(&s);
     }
 }
@@ -119,20 +120,20 @@ static void test_options(void) {
       setting s = make_setting(options % 2 ? FLCE_F64 : FLCE_F32, saves[k]);
       flce_problem* p = &s.problem;
       p->reduction = k == 1 ? FLCE_SUM : (flce_reduction)(options % 3);
-      p->has_class_weight = options & 1;
-      p->has_bias = p->want_grad_bias = !(options & 2);
-      p->wants_entropy = options & 4;
-      p->wants_predictions = options & 8;
-      p->wants_statistics = true;
+      p->has.class_weight = options & 1;
+      p->has.bias = p->wants.grad_bias = !(options & 2);
+      p->wants.entropy = options & 4;
+      p->wants.predictions = options & 8;
+      p->wants.statistics = true;
       if (options >= 6) p->loss.label_smoothing = 0.2;
       if (options % 5 == 1) p->loss.softcap = 3.0;
       if (options % 5 == 2) p->loss.logit_scale = -1.5, p->loss.temperature = 0.7;
       if (options % 4 == 3) p->loss.z_loss = 0.1;
       s.token_weight = options % 3 == 1;
-      s.temperature = p->has_temperature = options % 3 == 2;
+      s.temperature = p->has.temperature = options % 3 == 2;
       s.num_items = p->reduction == FLCE_MEAN && options % 2;
       s.upstream = k != 1;
-      p->weight_rows = options % 7 == 0 ? 71 : 67;
+      p->shape.weight_rows = options % 7 == 0 ? 71 : 67;
       test_ranks(&s);
     }
 }
@@ -143,7 +144,7 @@ static void test_edges(void) {
     s.std = k < 2 ? 40.0 : 2.0; /* the largest logit is far from the target's */
     s.peaked = k == 2 || k == 3;
     s.all_ignored = k == 4;
-    if (k == 5) s.problem.tokens = s.problem.rows = 0;
+    if (k == 5) s.problem.shape.tokens = s.problem.shape.rows = 0;
     test_ranks(&s);
   }
 }
@@ -152,20 +153,20 @@ static void test_input(void) {
   for (int k = 0; k < 8; k++) {
     setting s =
         make_setting(k % 2 ? FLCE_BF16 : FLCE_F32, k & 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS);
-    s.problem.tokens = s.problem.rows = 24;
-    s.problem.input_is_sharded = k & 4;
-    s.problem.partial_grad_input = !(k & 4);
-    s.problem.frozen_hidden = 8;
+    s.problem.shape.tokens = s.problem.shape.rows = 24;
+    s.problem.shard.input_is_sharded = k & 4;
+    s.problem.shard.partial_grad_input = !(k & 4);
+    s.problem.shape.frozen_hidden = 8;
     test_ranks(&s);
-    s.problem.frozen_hidden = 0;
-    s.problem.partial_grad_input = false;
-    s.problem.wide_terms = true;
+    s.problem.shape.frozen_hidden = 0;
+    s.problem.shard.partial_grad_input = false;
+    s.problem.shard.wide_terms = true;
     test_ranks(&s);
-    s.problem.wide_terms = false;
+    s.problem.shard.wide_terms = false;
     if (k & 4) continue;
-    s.problem.partial_grad_input = false;
-    s.problem.adds_grad_weight = s.problem.save == FLCE_SAVE_STATS;
-    s.problem.added_dtype = FLCE_F32;
+    s.problem.shard.partial_grad_input = false;
+    s.problem.backward.adds_grad_weight = s.problem.save == FLCE_SAVE_STATS;
+    s.problem.backward.added_dtype = FLCE_F32;
     test_ranks(&s);
   }
 }
@@ -178,11 +179,11 @@ static void test_hidden_shard(void) {
     const flce_save saves[] = {FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
     setting s = make_setting(FLCE_F32, saves[k % 3]);
     bool smooths = k / 3 == 2 || k / 3 == 4, weighs = k >= 9;
-    s.problem.wants_entropy = s.problem.wants_predictions = k / 3 == 1;
-    s.problem.has_class_weight = weighs;
+    s.problem.wants.entropy = s.problem.wants.predictions = k / 3 == 1;
+    s.problem.has.class_weight = weighs;
     if (smooths) s.problem.loss.label_smoothing = 0.2;
     model m = make_model(&s);
-    for (int64_t i = 0; i < s.problem.tokens; i++)
+    for (int64_t i = 0; i < s.problem.shape.tokens; i++)
       if (m.target[i] != IGNORE_INDEX) m.target[i] = weighs ? 30 + i : m.target[i] % 40;
     for (int64_t j = 40; j < 67; j++) {
       flce_store(m.bias, FLCE_F32, j, -INFINITY);
@@ -200,7 +201,7 @@ static void test_hidden_shard(void) {
       CHECK(isinf(expected) == (smooths && !weighs), "loss of one process %g", expected);
       CHECK(loss == expected || fabs(loss - expected) < 1e-5 * fmin(expected, 1e3),
             "loss %g, expected %g", loss, expected);
-      for (int64_t i = 0; i < s.problem.tokens * s.problem.hidden; i++) {
+      for (int64_t i = 0; i < s.problem.shape.tokens * s.problem.shape.hidden; i++) {
         double value = flce_load(calls[r].r.t.grad_input, FLCE_F32, i);
         double exact = flce_load(one.t.grad_input, FLCE_F32, i);
         CHECK(test_close(value, exact, 1e-5), "dX[%lld] %g, expected %g", (long long)i, value,
@@ -217,15 +218,15 @@ static void test_hidden_shard(void) {
 static void test_equal_caps(void) {
   for (int k = 0; k < 2; k++) {
     setting s = make_setting(k ? FLCE_F64 : FLCE_F32, FLCE_SAVE_LOGITS);
-    s.std = 100.0, s.problem.loss.softcap = 1.0, s.problem.wants_predictions = true;
+    s.std = 100.0, s.problem.loss.softcap = 1.0, s.problem.wants.predictions = true;
     model m = make_model(&s);
     run one = run_all(&s, &m, 1);
     const int64_t ends[] = {2, 30, 67};
     group all;
     rank_call calls[3];
     run_threads(&s, &m, 3, ends, &all, calls);
-    CHECK(test_same(calls[0].r.t.predictions, one.t.predictions, s.problem.tokens * 8),
-          "predictions of %s", flce_dtype_name(s.problem.dtype));
+    CHECK(test_same(calls[0].r.t.predictions, one.t.predictions, s.problem.shape.tokens * 8),
+          "predictions of %s", flce_dtype_name(s.problem.dtypes.gemm));
     for (int r = 0; r < 3; r++) free_rank(&calls[r]);
     free_run(&one);
     free_model(&m);
@@ -237,13 +238,13 @@ static void compare_near(const char* name, const void* made, const void* one, in
                          int64_t count, double tolerance, const flce_problem* own) {
   for (int64_t i = 0; i < count; i++)
     CHECK(test_close(flce_load(made, FLCE_F64, i), flce_load(one, FLCE_F64, first + i), tolerance),
-          "rank %lld, divergence %d: %s %lld", (long long)own->rank, own->divergence, name,
-          (long long)i);
+          "rank %lld, divergence %d: %s %lld", (long long)own->shard.rank, own->divergence.kind,
+          name, (long long)i);
 }
 
 /* A divergence on ranks, each of them without a class in turn, against one process. */
 static void compare_divergences(const setting* s, const model* m) {
-  const int64_t v = s->problem.vocab, ends[][3] = {{0, 30, v}, {30, 30, v}, {30, v, v}};
+  const int64_t v = s->problem.shape.vocab, ends[][3] = {{0, 30, v}, {30, 30, v}, {30, v, v}};
   const flce_problem* p = &s->problem;
   run one = run_all(s, m, 1);
   for (int empty = 0; empty < 3; empty++) {
@@ -253,14 +254,15 @@ static void compare_divergences(const setting* s, const model* m) {
     for (int r = 0; r < 3; r++) {
       const run* made = &calls[r].r;
       const flce_problem* own = &calls[r].s.problem;
-      int64_t rows = p->reduction == FLCE_NONE ? p->tokens : 1;
+      int64_t rows = p->reduction == FLCE_NONE ? p->shape.tokens : 1;
       CHECK(made->status == FLCE_OK, "rank %d: %s", r, flce_status_name(made->status));
       compare_near("loss", made->t.loss, one.t.loss, 0, rows, 1e-11, own);
       if (p->save == FLCE_SAVE_GRADS) {
-        compare_near("dX", made->t.grad_input, one.t.grad_input, 0, p->tokens * p->hidden, 1e-10,
-                     own);
-        compare_near("dW", made->t.grad_weight, one.t.grad_weight, own->first_class * p->hidden,
-                     own->vocab * p->hidden, 1e-10, own);
+        compare_near("dX", made->t.grad_input, one.t.grad_input, 0,
+                     p->shape.tokens * p->shape.hidden, 1e-10, own);
+        compare_near("dW", made->t.grad_weight, one.t.grad_weight,
+                     own->shard.first_class * p->shape.hidden, own->shape.vocab * p->shape.hidden,
+                     1e-10, own);
       }
       free_rank(&calls[r]);
     }
@@ -272,22 +274,24 @@ static void test_divergences(void) {
   for (int k = 0; k < 24; k++) {
     setting s = make_setting(FLCE_F64, k % 4 < 2 ? FLCE_SAVE_GRADS : FLCE_SAVE_NOTHING);
     flce_problem *p = &s.problem, teacher;
-    p->has_bias = p->want_grad_bias = false;
-    p->divergence = (flce_divergence)(1 + k / 4 % FLCE_DIVERGENCE_COUNT), p->beta = 0.3;
-    p->hard_weight = k % 3 ? 0.0 : 0.25;
+    p->has.bias = p->wants.grad_bias = false;
+    p->divergence.kind = (flce_divergence)(1 + k / 4 % FLCE_DIVERGENCE_COUNT),
+    p->divergence.beta = 0.3;
+    p->divergence.hard_weight = k % 3 ? 0.0 : 0.25;
     if (k % 4 == 2) p->reduction = FLCE_NONE;
-    if (k % 4 > 1) p->want_grad_input = p->want_grad_weight = false;
-    if (k % 2) p->rows = 19; /* gathered */
+    if (k % 4 > 1) p->wants.grad_input = p->wants.grad_weight = false;
+    if (k % 2) p->shape.rows = 19; /* gathered */
     teacher = *p;
     teacher.reduction = FLCE_SUM, teacher.save = FLCE_SAVE_NOTHING;
-    teacher.want_grad_input = teacher.want_grad_weight = false;
+    teacher.wants.grad_input = teacher.wants.grad_weight = false;
     model m = make_model(&s);
-    teacher.gives_logits = k >= 12;
-    teacher.hidden = k >= 12 ? p->vocab : 5;
-    int64_t rows = p->tokens * teacher.hidden, weights = p->weight_rows * teacher.hidden;
+    teacher.has.logits = k >= 12;
+    teacher.shape.hidden = k >= 12 ? p->shape.vocab : 5;
+    int64_t rows = p->shape.tokens * teacher.shape.hidden,
+            weights = p->shape.weight_rows * teacher.shape.hidden;
     void *x = test_fill_normal(FLCE_F64, rows, 1.0), *w = test_fill_normal(FLCE_F64, weights, 1.0);
     m.teacher = (flce_tensors){.input = x, .linear_weight = w};
-    p->teacher = &teacher;
+    p->divergence.teacher = &teacher;
     compare_divergences(&s, &m);
     free(x), free(w);
     free_model(&m);
@@ -335,11 +339,11 @@ static void test_sums(void) {
 static void test_samples(void) {
   for (int k = 0; k < 4; k++) {
     setting s = make_setting(k % 2 ? FLCE_BF16 : FLCE_F32, FLCE_SAVE_SAMPLES);
-    s.problem.gradient_eps = 0x1p-12;
+    s.problem.sampling.eps = 0x1p-12;
     s.std = 0.5;
-    if (k % 2) s.problem.loss.label_smoothing = 0.2, s.problem.frozen_hidden = 8;
-    s.problem.wide_terms = k % 2;
-    s.problem.wants_entropy = s.upstream = k / 2;
+    if (k % 2) s.problem.loss.label_smoothing = 0.2, s.problem.shape.frozen_hidden = 8;
+    s.problem.shard.wide_terms = k % 2;
+    s.problem.wants.entropy = s.upstream = k / 2;
     test_ranks(&s);
   }
 }
@@ -357,34 +361,36 @@ static void test_refusals(void) {
   flce_cpu_backend(&cpu, &b);
   setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
   flce_problem* p = &s.problem;
-  p->ranks = 2, p->classes = 130, p->first_class = 67, p->max_memory = 1 << 28;
+  p->shard.ranks = 2, p->shard.classes = 130, p->shard.first_class = 67, p->memory.bound = 1 << 28;
   check_refused(&b, p, "expected a range within the 130 classes, got [67, 134)");
-  p->first_class = 63, p->input_is_sharded = true;
+  p->shard.first_class = 63, p->shard.input_is_sharded = true;
   check_refused(&b, p, "multiple of the 2 ranks");
-  p->tokens = 24, p->partial_grad_input = true;
+  p->shape.tokens = 24, p->shard.partial_grad_input = true;
   check_refused(&b, p, "reduce_input_grad: expected True with sequence=True");
-  p->input_is_sharded = false, p->wide_terms = true;
+  p->shard.input_is_sharded = false, p->shard.wide_terms = true;
   check_refused(&b, p, "reduce_dtype: expected None with reduce_input_grad=False");
-  p->partial_grad_input = false, p->input_dtype = FLCE_F64;
+  p->shard.partial_grad_input = false, p->dtypes.input = FLCE_F64;
   check_refused(&b, p, "reduce_dtype: expected None with a float64 input");
-  p->wide_terms = false, p->input_dtype = FLCE_F32, p->tokens = 23, p->rank = 2;
+  p->shard.wide_terms = false, p->dtypes.input = FLCE_F32, p->shape.tokens = 23, p->shard.rank = 2;
   check_refused(&b, p, "rank: expected 0 to 1, got 2");
-  p->rank = 1, p->wants_predictions = true, p->classes = (1 << 24) + 1;
+  p->shard.rank = 1, p->wants.predictions = true, p->shard.classes = (1 << 24) + 1;
   check_refused(&b, p, "expected at most 16777216 classes with vocab_parallel, got 16777217");
-  p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F64;
+  p->dtypes.gemm = p->dtypes.accum = p->dtypes.logits = FLCE_F64;
   CHECK_OK(flce_plan_call(&b, p, &plan));
-  p->dtype = p->accum_dtype = p->logits_dtype = FLCE_F32;
-  p->save = FLCE_SAVE_SAMPLES, p->gradient_eps = 0.25, p->classes = INT64_C(1) << 31;
-  p->wants_predictions = false;
+  p->dtypes.gemm = p->dtypes.accum = p->dtypes.logits = FLCE_F32;
+  p->save = FLCE_SAVE_SAMPLES, p->sampling.eps = 0.25, p->shard.classes = INT64_C(1) << 31;
+  p->wants.predictions = false;
   check_refused(&b, p,
                 "vocab: expected at most 2147483647 with gradient=\"sampled\", got 2147483648");
-  p->classes = INT32_MAX, p->max_memory = INT64_C(1) << 33;
+  p->shard.classes = INT32_MAX, p->memory.bound = INT64_C(1) << 33;
   CHECK_OK(flce_plan_call(&b, p, &plan));
-  p->has_grad_entropy = p->wants_entropy = p->entropy_gradient = true, p->loss.softcap = 3.0;
+  p->backward.has_grad_entropy = p->wants.entropy = p->wants.entropy_gradient = true,
+  p->loss.softcap = 3.0;
   check_refused(&b, p, "return_entropy: expected no gradient of the entropy with a softcap");
-  p->has_grad_entropy = p->wants_entropy = p->entropy_gradient = false, p->loss.softcap = 0.0;
-  p->wants_predictions = true, p->max_memory = 1 << 28;
-  p->save = FLCE_SAVE_GRADS, p->classes = 1 << 24;
+  p->backward.has_grad_entropy = p->wants.entropy = p->wants.entropy_gradient = false,
+  p->loss.softcap = 0.0;
+  p->wants.predictions = true, p->memory.bound = 1 << 28;
+  p->save = FLCE_SAVE_GRADS, p->shard.classes = 1 << 24;
   CHECK_OK(flce_plan_call(&b, p, &plan));
   flce_tensors none = {.workspace = workspace(&plan, FLCE_IN_FORWARD)};
   CHECK(flce_forward(&b, NULL, p, &plan, &none) == FLCE_INVALID_ARGUMENT &&

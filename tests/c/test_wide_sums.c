@@ -11,13 +11,13 @@ enum { ROWS_OF_A_CHUNK = 2, HIDDEN = 24, VOCAB = 64 };
 /* A problem with so many chunks, in whichever pass makes dW. */
 static flce_problem with_chunks(flce_dtype dtype, flce_save save, int64_t chunks) {
   flce_problem p = make_setting(dtype, save).problem;
-  p.tokens = p.rows = chunks * ROWS_OF_A_CHUNK;
-  p.hidden = HIDDEN;
-  p.vocab = p.weight_rows = VOCAB;
-  p.has_probabilities = save == FLCE_SAVE_LOGITS; /* so that its backward has chunks: of dz */
-  p.logits_dtype = dtype;
-  p.max_memory = ROWS_OF_A_CHUNK * VOCAB * flce_size_of(dtype);
-  p.widens_sum = true;
+  p.shape.tokens = p.shape.rows = chunks * ROWS_OF_A_CHUNK;
+  p.shape.hidden = HIDDEN;
+  p.shape.vocab = p.shape.weight_rows = VOCAB;
+  p.has.probabilities = save == FLCE_SAVE_LOGITS; /* so that its backward has chunks: of dz */
+  p.dtypes.logits = dtype;
+  p.memory.bound = ROWS_OF_A_CHUNK * VOCAB * flce_size_of(dtype);
+  p.dtypes.widens_accum = true;
   return p;
 }
 
@@ -39,23 +39,25 @@ static void test_default(void) {
     for (int save = FLCE_SAVE_LOGITS; save <= FLCE_SAVE_STATS; save++) {
       for (int64_t chunks = FLCE_WIDE_SUM_CHUNKS - 1; chunks <= FLCE_WIDE_SUM_CHUNKS; chunks++) {
         flce_problem p = with_chunks((flce_dtype)dtype, (flce_save)save, chunks);
-        flce_dtype stat = flce_stat_dtype(p.dtype);
+        flce_dtype stat = flce_stat_dtype(p.dtypes.gemm);
         flce_plan automatic = plan_of(&p, &facts);
-        p.widens_sum = false;
+        p.dtypes.widens_accum = false;
         flce_plan narrow = plan_of(&p, &facts);
-        p.accum_dtype = stat;
+        p.dtypes.accum = stat;
         flce_plan wide = plan_of(&p, &facts);
-        flce_dtype expected = chunks < FLCE_WIDE_SUM_CHUNKS ? p.dtype : stat;
+        flce_dtype expected = chunks < FLCE_WIDE_SUM_CHUNKS ? p.dtypes.gemm : stat;
         CHECK(chunks_of(&automatic) == chunks, "%s: %lld chunks", flce_save_name(p.save),
               (long long)chunks_of(&automatic));
-        CHECK(automatic.accum_dtype == expected && narrow.accum_dtype == p.dtype &&
+        CHECK(automatic.accum_dtype == expected && narrow.accum_dtype == p.dtypes.gemm &&
                   wide.accum_dtype == stat,
               "%s %s, %lld chunks: %s, named %s and %s", flce_save_name(p.save),
-              flce_dtype_name(p.dtype), (long long)chunks, flce_dtype_name(automatic.accum_dtype),
-              flce_dtype_name(narrow.accum_dtype), flce_dtype_name(wide.accum_dtype));
+              flce_dtype_name(p.dtypes.gemm), (long long)chunks,
+              flce_dtype_name(automatic.accum_dtype), flce_dtype_name(narrow.accum_dtype),
+              flce_dtype_name(wide.accum_dtype));
         CHECK(chunks_of(&narrow) == chunks, "the chunks depend on who chooses the accumulator");
         /* The kernel that sums db too has a 16-bit accumulator. */
-        CHECK(automatic.bias_parts == (expected == p.dtype ? facts.bias_parts : 0), "bias parts");
+        CHECK(automatic.bias_parts == (expected == p.dtypes.gemm ? facts.bias_parts : 0),
+              "bias parts");
         int64_t bytes = expected != narrow.accum_dtype ? VOCAB * HIDDEN * flce_size_of(stat) : 0;
         CHECK(automatic.buffers[FLCE_BUF_DW_ACCUM].bytes == bytes, "%lld bytes, expected %lld",
               (long long)automatic.buffers[FLCE_BUF_DW_ACCUM].bytes, (long long)bytes);
@@ -68,18 +70,18 @@ static void test_default(void) {
 static void test_no_sum(void) {
   const flce_facts facts = {.gemm_writes_f32 = true, .gemm_f16 = true};
   flce_problem p = with_chunks(FLCE_BF16, FLCE_SAVE_GRADS, 100);
-  p.want_grad_weight = false;
+  p.wants.grad_weight = false;
   CHECK(plan_of(&p, &facts).accum_dtype == FLCE_BF16, "dW is not wanted");
   p = with_chunks(FLCE_BF16, FLCE_SAVE_LOGITS, 100);
-  p.has_probabilities = false; /* E is kept: the backward is one GEMM over all rows */
-  p.logits_dtype = FLCE_F32;
-  p.max_memory *= 2;
+  p.has.probabilities = false; /* E is kept: the backward is one GEMM over all rows */
+  p.dtypes.logits = FLCE_F32;
+  p.memory.bound *= 2;
   flce_plan plan = plan_of(&p, &facts);
   CHECK(plan.chunks == 100 && plan.backward_chunks == 1 && plan.accum_dtype == FLCE_BF16,
         "chunks of the forward count for dW, which the backward makes");
   p = with_chunks(FLCE_BF16, FLCE_SAVE_SAMPLES, 100);
-  p.gradient_eps = 0.25;
-  p.accum_dtype = FLCE_BF16;
+  p.sampling.eps = 0.25;
+  p.dtypes.accum = FLCE_BF16;
   plan = plan_of(&p, &facts);
   CHECK(plan.accum_dtype == FLCE_BF16 && plan.buffers[FLCE_BUF_DW_ACCUM].bytes == 0,
         "sampled gradients have no accumulator");
@@ -94,7 +96,7 @@ static void test_float16(void) {
   CHECK(automatic.accum_dtype == FLCE_F32 && automatic.grad_weight_dtype == FLCE_F16 &&
             automatic.dw_fp16_shift != 0,
         "dW is kept in %s", flce_dtype_name(automatic.grad_weight_dtype));
-  p.widens_sum = false;
+  p.dtypes.widens_accum = false;
   flce_plan narrow = plan_of(&p, &facts);
   int64_t accumulator = VOCAB * HIDDEN * flce_size_of(FLCE_F32); /* a multiple of 256 bytes */
   CHECK(automatic.forward_peak_bytes == narrow.forward_peak_bytes + accumulator &&
@@ -102,7 +104,7 @@ static void test_float16(void) {
         "%lld and %lld bytes, in float16 %lld and %lld", (long long)automatic.forward_peak_bytes,
         (long long)automatic.backward_peak_bytes, (long long)narrow.forward_peak_bytes,
         (long long)narrow.backward_peak_bytes);
-  p.accum_dtype = FLCE_F32;
+  p.dtypes.accum = FLCE_F32;
   flce_plan named = plan_of(&p, &facts);
   CHECK(named.grad_weight_dtype == FLCE_F32 && named.dw_fp16_shift == 0, "float32 by name");
 }
@@ -117,14 +119,14 @@ static void test_chunks_of_a_gpu(void) {
   for (int saves = 0; saves < 2; saves++) {
     for (size_t k = 0; k < sizeof tokens / sizeof *tokens; k++) {
       flce_problem p = make_setting(FLCE_BF16, FLCE_SAVE_AUTO).problem;
-      p.tokens = p.rows = tokens[k];
-      p.hidden = 4096;
-      p.vocab = p.weight_rows = 128256;
-      p.saves_memory = saves;
-      p.max_memory = INT64_C(1) << 30;
+      p.shape.tokens = p.shape.rows = tokens[k];
+      p.shape.hidden = 4096;
+      p.shape.vocab = p.shape.weight_rows = 128256;
+      p.memory.bound_is_default = saves;
+      p.memory.bound = INT64_C(1) << 30;
       flce_plan narrow, automatic;
       CHECK_OK(flce_plan_call(&b, &p, &narrow));
-      p.widens_sum = true;
+      p.dtypes.widens_accum = true;
       CHECK_OK(flce_plan_call(&b, &p, &automatic));
       CHECK(narrow.chunks == automatic.chunks && narrow.chunk_rows == automatic.chunk_rows,
             "%lld tokens: %lld and %lld chunks", (long long)tokens[k], (long long)narrow.chunks,
@@ -132,7 +134,7 @@ static void test_chunks_of_a_gpu(void) {
       bool wide = automatic.chunks >= FLCE_WIDE_SUM_CHUNKS;
       CHECK((automatic.accum_dtype == FLCE_F32) == wide, "%lld chunks: %s",
             (long long)automatic.chunks, flce_dtype_name(automatic.accum_dtype));
-      int64_t more = wide ? 4 * p.vocab * p.hidden : 0;
+      int64_t more = wide ? 4 * p.shape.vocab * p.shape.hidden : 0;
       CHECK(automatic.buffers[FLCE_BUF_DW_ACCUM].bytes == more, "accumulator of %lld chunks",
             (long long)automatic.chunks);
     }
@@ -145,13 +147,13 @@ static flce_plan plan_of_rank(int rank, int64_t vocab, flce_save save, int64_t t
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
   flce_problem p = make_setting(FLCE_BF16, save).problem;
-  p.tokens = p.rows = tokens;
-  p.vocab = p.weight_rows = vocab;
-  p.ranks = 2, p.rank = rank;
-  p.first_class = rank ? 100 - vocab : 0;
-  p.classes = 100;
-  p.widens_sum = true;
-  p.max_memory = ROWS_OF_A_CHUNK * 64 * 2; /* of the 50 classes of an equal share */
+  p.shape.tokens = p.shape.rows = tokens;
+  p.shape.vocab = p.shape.weight_rows = vocab;
+  p.shard.ranks = 2, p.shard.rank = rank;
+  p.shard.first_class = rank ? 100 - vocab : 0;
+  p.shard.classes = 100;
+  p.dtypes.widens_accum = true;
+  p.memory.bound = ROWS_OF_A_CHUNK * 64 * 2; /* of the 50 classes of an equal share */
   flce_plan plan;
   CHECK_OK(flce_plan_call(&b, &p, &plan));
   return plan;
@@ -182,15 +184,15 @@ static void test_runs(void) {
       for (int k = 0; k < 16; k++) {
         setting s = make_setting((flce_dtype)dtype, (flce_save)save);
         flce_problem* p = &s.problem;
-        p->widens_sum = true;
-        p->max_memory = 128 * 8;
-        p->has_probabilities = save == FLCE_SAVE_LOGITS;
+        p->dtypes.widens_accum = true;
+        p->memory.bound = 128 * 8;
+        p->has.probabilities = save == FLCE_SAVE_LOGITS;
         p->loss.label_smoothing = k & 1 ? 0.1 : 0.0;
-        p->frozen_hidden = k & 2 ? 8 : 0;
-        p->weight_rows += k & 4 ? 5 : 0;
-        p->adds_grad_weight = k & 8 && save != FLCE_SAVE_GRADS;
-        p->added_dtype = k & 1 ? flce_stat_dtype(p->dtype) : p->dtype;
-        if (k & 8 && save == FLCE_SAVE_GRADS) p->want_grad_input = false;
+        p->shape.frozen_hidden = k & 2 ? 8 : 0;
+        p->shape.weight_rows += k & 4 ? 5 : 0;
+        p->backward.adds_grad_weight = k & 8 && save != FLCE_SAVE_GRADS;
+        p->backward.added_dtype = k & 1 ? flce_stat_dtype(p->dtypes.gemm) : p->dtypes.gemm;
+        if (k & 8 && save == FLCE_SAVE_GRADS) p->wants.grad_input = false;
         test_setting(&s);
       }
     }

@@ -47,7 +47,7 @@ flce_status cuda_compact_bytes(int64_t tokens, int64_t* bytes) {
 
 flce_status cuda_compact_rows(void* self, const flce_problem* problem, const int64_t* target,
                               void* index) {
-  const int64_t tokens = problem->tokens;
+  const int64_t tokens = problem->shape.tokens;
   if (tokens == 0) return FLCE_OK;
   int64_t bytes;
   FLCE_TRY(cuda_compact_bytes(tokens, &bytes));

@@ -21,13 +21,13 @@ __device__ __forceinline__ RowTotals total_rows(const flce_problem& p, const flc
   const S *w = (const S*)t.class_weight, *token = (const S*)t.token_weight;
   const S* temperature = (const S*)t.temperature;
   RowTotals totals = {0, 0, 0};
-  for (int64_t i = threadIdx.x; i < p.tokens; i += kPrepareThreads) {
+  for (int64_t i = threadIdx.x; i < p.shape.tokens; i += kPrepareThreads) {
     if (t.target) {
       const int64_t y = t.target[i];
       if (y == p.loss.ignore_index) continue;
       /* An out-of-range target makes only its own row NaN, not INV_DENOM: its weight is left out.
        */
-      if (w && y >= 0 && y < p.vocab) totals.weight += (double)w[y];
+      if (w && y >= 0 && y < p.shape.vocab) totals.weight += (double)w[y];
     }
     totals.valid += 1;
     double factor = token ? (double)token[i] : 1;
@@ -46,14 +46,14 @@ __device__ __forceinline__ RowTotals total_of_block(const flce_problem& p, const
   const S* w = (const S*)t.class_weight;
   RowTotals rows = total_rows<S>(p, t);
   *total = *top = 0;
-  for (int64_t j = threadIdx.x; w && j < p.vocab; j += kPrepareThreads) {
+  for (int64_t j = threadIdx.x; w && j < p.shape.vocab; j += kPrepareThreads) {
     *total += (double)w[j];
     *top = fmax(*top, fabs((double)w[j]));
   }
   rows.valid = block_sum(rows.valid, scratch);
   rows.weight = w && t.target ? block_sum(rows.weight, scratch) : rows.valid;
   rows.factor = block_max(rows.factor, scratch);
-  *total = w ? block_sum(*total, scratch) : (double)p.vocab;
+  *total = w ? block_sum(*total, scratch) : (double)p.shape.vocab;
   *top = w ? block_max(*top, scratch) : 1;
   return rows;
 }
@@ -73,9 +73,10 @@ __device__ __forceinline__ void make_scalars(const flce_problem& p, const flce_t
     if (t.num_items) inv_denom = items != 0 ? 1 / items : rows.valid == 0 ? 0 : (double)NAN;
   }
   if (own_mean && t.class_weight && t.target && rows.valid > 0) z_factor = rows.weight / rows.valid;
-  if (rows.valid > (double)p.rows) inv_denom = (double)NAN;
+  if (rows.valid > (double)p.shape.rows) inv_denom = (double)NAN;
   const double bound = top * rows.factor * fabs(p.loss.logit_scale) / p.loss.temperature *
-                       (1 + 128 * p.loss.z_loss * z_factor) * flce_largest_gradient(p.divergence);
+                       (1 + 128 * p.loss.z_loss * z_factor) *
+                       flce_largest_gradient(p.divergence.kind);
   scalars[FLCE_SCALAR_VALID] = (S)rows.valid;
   scalars[FLCE_SCALAR_INV_DENOM] = (S)inv_denom;
   scalars[FLCE_SCALAR_WEIGHT_TOTAL] = (S)total;
@@ -104,11 +105,11 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const int scalar_blocks = t.scalars ? 1 : 0;
   const bool sorts = (int)blockIdx.x >= scalar_blocks;
   const int warp = (blockIdx.x - scalar_blocks) * (kPrepareThreads / kWarp) + threadIdx.x / kWarp;
-  const int first = warp * kTokensPerWarp, tokens = (int)p.tokens;
+  const int first = warp * kTokensPerWarp, tokens = (int)p.shape.tokens;
   S scalars[FLCE_SCALAR_COUNT] = {};
   uint32_t key[kTokensPerWarp] = {}, positions[kTokensPerWarp] = {};
   if (sorts) {
-    const uint32_t* all = load_keys(t.target, tokens, p.vocab, p.loss.ignore_index);
+    const uint32_t* all = load_keys(t.target, tokens, p.shape.vocab, p.loss.ignore_index);
     count_preceding(all, tokens, first, key, positions);
   } else {
     make_scalars<S>(p, t, dw_fp16_shift, scalars);
@@ -130,10 +131,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
                                 const flce_tensors* tensors, void* order, int dw_fp16_shift,
                                 bool overlaps) {
-  const order_view none = {}, view = order ? view_order(order, problem->tokens) : none;
-  const int64_t sorting = order ? ceil_div(problem->tokens, kTokensPerBlock) : 0;
+  const order_view none = {}, view = order ? view_order(order, problem->shape.tokens) : none;
+  const int64_t sorting = order ? ceil_div(problem->shape.tokens, kTokensPerBlock) : 0;
   const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + sorting);
-  FLCE_WITH_STAT(flce_stat_dtype(problem->dtype), S, {
+  FLCE_WITH_STAT(flce_stat_dtype(problem->dtypes.gemm), S, {
     FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", overlaps,
                                 *problem, *tensors, dw_fp16_shift, view.keys, view.tokens));
   });
@@ -152,11 +153,11 @@ __global__ void __launch_bounds__(kLargestThreads)
     find_largest(const __grid_constant__ flce_problem p, const void* x, const int64_t* target,
                  int* largest) {
   uint32_t top = 0;
-  for (int64_t row = blockIdx.x; row < p.tokens; row += gridDim.x) {
+  for (int64_t row = blockIdx.x; row < p.shape.tokens; row += gridDim.x) {
     if (target && target[row] == p.loss.ignore_index) continue;
-    for (int64_t h = threadIdx.x * N; h < p.hidden; h += kLargestThreads * N) {
+    for (int64_t h = threadIdx.x * N; h < p.shape.hidden; h += kLargestThreads * N) {
       float v[N];
-      load_any<float, N>(x, p.input_dtype, row * p.hidden + h, v);
+      load_any<float, N>(x, p.dtypes.input, row * p.shape.hidden + h, v);
 #pragma unroll
       for (int e = 0; e < N; e++) top = max(top, __float_as_uint(fabsf(v[e])));
     }
@@ -168,10 +169,10 @@ __global__ void __launch_bounds__(kLargestThreads)
 static flce_status launch_largest(void* self, const flce_problem* p, const flce_tensors* t) {
   int* largest = (int*)((float*)t->scalars + FLCE_SCALAR_INPUT_SCALE);
   FLCE_TRY(cuda_fill(self, largest, 0, sizeof(*largest)));
-  if (p->tokens == 0) return FLCE_OK;
-  const bool aligned = p->hidden % 8 == 0 && is_aligned(t->input, 16);
+  if (p->shape.tokens == 0) return FLCE_OK;
+  const bool aligned = p->shape.hidden % 8 == 0 && is_aligned(t->input, 16);
   const auto kernel = aligned ? find_largest<8> : find_largest<1>;
-  const unsigned blocks = (unsigned)min_of(p->tokens, kLargestBlocks);
+  const unsigned blocks = (unsigned)min_of(p->shape.tokens, kLargestBlocks);
   kernel<<<blocks, kLargestThreads, 0, stream_of(self)>>>(*p, t->input, t->target, largest);
   FLCE_LAUNCHED("prepare: largest input");
   return FLCE_OK;
@@ -179,8 +180,8 @@ static flce_status launch_largest(void* self, const flce_problem* p, const flce_
 
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
                          void* order, int dw_fp16_shift, bool overlaps) {
-  const bool few = problem->tokens <= kCountedTokens;
-  if (order) FLCE_TRY(flce_check_order(problem->tokens, problem->vocab));
+  const bool few = problem->shape.tokens <= kCountedTokens;
+  if (order) FLCE_TRY(flce_check_order(problem->shape.tokens, problem->shape.vocab));
   if (dw_fp16_shift != 0) FLCE_TRY(launch_largest(self, problem, tensors));
   /* The kernel reads find_largest's result before pdl_wait, so it must not overlap it. */
   FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, dw_fp16_shift,

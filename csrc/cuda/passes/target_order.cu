@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kKeyThreads)
 
 flce_status cuda_order_targets(void* self, const flce_problem* problem, const int64_t* target,
                                void* order) {
-  const int64_t tokens = problem->tokens, vocab = problem->vocab;
+  const int64_t tokens = problem->shape.tokens, vocab = problem->shape.vocab;
   if (tokens == 0) return FLCE_OK;
   FLCE_TRY(flce_check_order(tokens, vocab));
   if (tokens <= kCountedTokens) {

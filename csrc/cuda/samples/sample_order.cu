@@ -10,10 +10,11 @@
 enum { kOrderThreads = 256 };
 
 flce_status cuda_sample_bytes(const flce_problem* problem, int64_t* bytes) {
-  const sample_order o = view_sample_order(NULL, problem->rows, problem->gradient_eps,
-                                           problem->vocab, ceil_div(problem->hidden, 8) * 8);
+  const sample_order o =
+      view_sample_order(NULL, problem->shape.rows, problem->sampling.eps, problem->shape.vocab,
+                        ceil_div(problem->shape.hidden, 8) * 8);
   int64_t scratch;
-  FLCE_TRY(sort_pairs_bytes(o.count, problem->vocab, &scratch));
+  FLCE_TRY(sort_pairs_bytes(o.count, problem->shape.vocab, &scratch));
   *bytes = o.bytes + scratch;
   return FLCE_OK;
 }

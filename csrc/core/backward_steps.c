@@ -1,0 +1,61 @@
+/* The steps of a backward, in the order of a call. */
+#include "core/backward_steps.h"
+
+#include "core/plan_rules.h"
+#include "core/shards.h"
+#include "core/steps.h"
+
+flce_status flce_upstream_coefficients(const execution* e, const chunk* c) {
+  flce_upstream upstream = upstream_of(e);
+  if (!e->index) { /* else the vectors are indexed from token 0 on */
+    upstream.loss = optional_ptr(upstream.loss, upstream.loss_stride * c->first, e->stat);
+    upstream.lse = optional_ptr(upstream.lse, c->first, e->stat);
+    upstream.entropy = optional_ptr(upstream.entropy, c->first, e->stat);
+    upstream.tail = optional_ptr(upstream.tail, c->first, e->stat);
+  }
+  FLCE_TRY(flce_row_coefficients(e, c, &upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
+  float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
+  if (!scale) return FLCE_OK;
+  flce_rows rows = rows_of(e, c);
+  CALL(e, scale_coefficients, &rows, c->coef, scale, e->problem->wants.grad_bias ? c->rows : 0);
+  return FLCE_OK;
+}
+
+flce_status flce_recompute_logits(const execution* e, const chunk* c) {
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
+  FLCE_TRY(flce_copy_input(e, c));
+  return flce_run_logits_gemm(e, c);
+}
+
+/* Writes c->out, from logits or, `from_exp`, from `scale` times E. Form exp: E alone. A row's
+ * factor with all its upstream gradients is in coef, by which x and the result of dX's GEMM are
+ * multiplied (enum flce_form), so what is stored does not depend on them. Form dz: dz itself, by
+ * coef. */
+static flce_status write_gradient(const execution* e, const chunk* c, double scale, bool from_exp) {
+  flce_rows rows = rows_of(e, c);
+  set_out(&rows, &c->out);
+  rows.coef = e->plan->form == FLCE_FORM_EXP ? NULL : c->coef;
+  rows.wants_entropy = e->tensors->grad_entropy != NULL;
+  rows.has_tail_gradient = e->tensors->grad_tail != NULL;
+  CALL(e, grad_rows, &rows, scale, true, from_exp);
+  if (e->problem->backward.has_grad_classes)
+    CALL(e, class_gradients, &rows, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
+  return FLCE_OK;
+}
+
+flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
+  return e->problem->shape.vocab == 0 ? FLCE_OK : write_gradient(e, c, 1.0, false);
+}
+
+flce_status flce_dz_of_saved(const execution* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  if (plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
+  return write_gradient(e, c, saved_exp_scale(plan), plan->saves_exp);
+}
+
+flce_status flce_order_targets(const execution* e) {
+  void* order = buffer_ptr(e, FLCE_BUF_ORDER);
+  if (order && e->problem->shape.vocab > 0)
+    CALL(e, order_targets, e->problem, e->tensors->target, order);
+  return FLCE_OK;
+}

@@ -1,0 +1,21 @@
+/* The steps of a backward, in the order of a call (steps.h). */
+#ifndef FLCE_BACKWARD_STEPS_H
+#define FLCE_BACKWARD_STEPS_H
+
+#include "core/execution.h"
+
+/* coef for the caller's upstream gradients. */
+flce_status flce_upstream_coefficients(const execution* e, const chunk* c);
+/* The logits again, by a GEMM of their own: fused_logits is a forward's. */
+flce_status flce_recompute_logits(const execution* e, const chunk* c);
+/* Overwrites logits that were computed again by what the gradient GEMMs read: in form exp E, which
+ * knows no upstream gradient, because coef has them all; in form dz the gradient by the logits,
+ * made with coef. */
+flce_status flce_exp_or_dz(const execution* e, const chunk* c);
+/* The same from what is saved: dz. Nothing in form exp, where E is what is saved. */
+flce_status flce_dz_of_saved(const execution* e, const chunk* c);
+/* Sorts the tokens by target for what flce_finish_gradients() adds in form exp. A forward has done
+ * it in flce_begin_loss(). */
+flce_status flce_order_targets(const execution* e);
+
+#endif

@@ -1,0 +1,114 @@
+/* Where the matrices of a chunk are: buffers of the workspace, what is saved, the caller's logits.
+ * No work is done here. */
+#include "core/chunk_memory.h"
+
+#include "core/plan_rules.h"
+
+static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
+  int64_t left = e->problem->shape.rows - first;
+  return (chunk){
+      .first = first,
+      .rows = left < most_rows ? left : most_rows,
+      .index = e->index ? e->index + first : NULL,
+      .coef = (void*)optional_ptr(buffer_ptr(e, FLCE_BUF_COEF), e->index ? 0 : first, e->stat)};
+}
+
+chunk flce_all_rows(const execution* e) {
+  return chunk_of(e, 0, e->problem->shape.rows);
+}
+
+/* The buffer for a chunk's rows of x, if they have to be copied for the logits GEMM because they
+ * are gathered or need another leading dimension; else NULL. */
+static void* input_copy(const execution* e, flce_buffer_id id) {
+  return copies_logits_input(e->plan) ? buffer_ptr(e, id) : NULL;
+}
+
+static chunk_matrix logits_in(const execution* e, void* data) {
+  const flce_plan* plan = e->plan;
+  return (chunk_matrix){data, plan->z_dtype, plan->z_pitch, plan->z_pitch};
+}
+
+/* E or dz in place of z: each row starts at the address of its row of z. */
+static chunk_matrix in_place_of(const execution* e, const chunk_matrix* z) {
+  flce_dtype dtype = e->plan->exp_dtype;
+  int64_t ratio = flce_size_of(z->dtype) / flce_size_of(dtype);
+  return (chunk_matrix){z->data, dtype, z->pitch * ratio, e->plan->out_pitch};
+}
+
+static chunk_matrix saved_rows(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  void* data = element_ptr(e->tensors->saved, first * plan->saved_pitch, plan->saved_dtype);
+  return (chunk_matrix){data, plan->saved_dtype, plan->saved_pitch, plan->saved_pitch};
+}
+
+/* ---- forward ---- */
+
+/* The chunk's rows of logits that the caller gives. */
+static chunk_matrix given_logits(const execution* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  const void* rows = c->copied_x ? c->copied_x : input_of(e, c);
+  void* data = element_ptr(rows, e->problem->shape.first_logit, plan->dtype);
+  int64_t columns =
+      e->problem->shape.vocab; /* the others are not of this rank, and are not written */
+  return (chunk_matrix){data, plan->dtype, plan->input_pitch, columns};
+}
+
+/* Whether the logits GEMM writes z: fused_logits writes E instead in form exp, and neither where
+ * only statistics are wanted. */
+static bool writes_logits(const flce_plan* plan) {
+  return !plan->fuses_rows || (plan->form == FLCE_FORM_DZ && !only_statistics(plan));
+}
+
+chunk flce_chunk_in_place(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->chunk_rows);
+  c.copied_x = input_copy(e, plan->gathered_x);
+  if (e->problem->has.logits) {
+    c.z = given_logits(e, &c);
+    return c;
+  }
+  if (plan->fuses_rows && only_statistics(plan)) return c;
+  /* A student's GEMM packs the logits of both where its teacher's are. */
+  const execution* owner = plan->packs ? e->teacher : e;
+  const chunk_matrix z = logits_in(e, buffer_ptr(owner, FLCE_BUF_LOGITS));
+  if (writes_logits(plan)) c.z = z;
+  c.out = in_place_of(e, &z);
+  return c;
+}
+
+chunk flce_chunk_to_saved(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->chunk_rows);
+  c.copied_x = input_copy(e, plan->gathered_x);
+  const chunk_matrix saved = saved_rows(e, first);
+  if (plan->saves_exp) c.out = saved;
+  if (writes_logits(plan))
+    c.z = plan->z_in_saved ? saved : logits_in(e, buffer_ptr(e, FLCE_BUF_LOGITS));
+  return c;
+}
+
+/* ---- backward ---- */
+
+chunk flce_chunk_recomputed(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->backward_chunk_rows);
+  c.copied_x = input_copy(e, plan->backward_gathered_x);
+  c.z = logits_in(e, buffer_ptr(e, FLCE_BUF_LOGITS));
+  c.out = in_place_of(e, &c.z);
+  return c;
+}
+
+chunk flce_chunk_from_saved(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->backward_chunk_rows);
+  const chunk_matrix saved = saved_rows(e, first);
+  if (plan->form == FLCE_FORM_EXP) {
+    c.out = saved;
+    return c;
+  }
+  void* dz = buffer_ptr(e, FLCE_BUF_LOGITS);
+  c.z = saved;
+  c.out = plan->dz_in_saved ? in_place_of(e, &saved)
+                            : (chunk_matrix){dz, plan->dtype, plan->out_pitch, plan->out_pitch};
+  return c;
+}

@@ -1,0 +1,21 @@
+/* The chunks of a call: where the logits of their rows are, what overwrites them, and what is
+ * saved. */
+#ifndef FLCE_CHUNK_MEMORY_H
+#define FLCE_CHUNK_MEMORY_H
+
+#include "core/execution.h"
+
+/* All computed rows, without logits. */
+chunk flce_all_rows(const execution* e);
+
+/* Forward: E or dz overwrites the logits. */
+chunk flce_chunk_in_place(const execution* e, int64_t first);
+/* Forward: the caller's `saved` gets E or z. */
+chunk flce_chunk_to_saved(const execution* e, int64_t first);
+
+/* Backward: its logits are computed again, and E or dz overwrites them. */
+chunk flce_chunk_recomputed(const execution* e, int64_t first);
+/* Backward: `saved` holds its E or z. */
+chunk flce_chunk_from_saved(const execution* e, int64_t first);
+
+#endif
