@@ -47,7 +47,7 @@ def test_more_than_2_to_the_31_logits(save, budget):
     case.target[-1], case.target[0] = 131071, 0
     truth = cases.chunked_truth(case, 2048)
     results = cases.outcome(flce.linear_cross_entropy, case, save=save, max_memory=budget)
-    assert cases.relative_error(results["loss"], truth["loss"]) <= 1e-6
+    assert cases.relative_error(results["loss"], truth["loss"].mean()) <= 1e-6
     for name in WANTS:
         assert cases.relative_error(results[name], truth[name]) <= 3e-3, name
         rows = (results[name].double() - truth[name]).norm(dim=-1)

@@ -2,13 +2,13 @@
 
 import itertools
 import math
+import os
 import random
 
 import pytest
 import torch
 
 import flce
-from flce import packing
 from flce.fakes import describe_sizes
 from flce.options import CHOICES, DTYPES, RETURNS
 from flce.packing import OfCall, WantedGradients, split
@@ -398,24 +398,34 @@ def test_accumulation_takes_no_grads(device, attribute, dtype):
         assert plan == flce.plan(**size, **frozen)
 
 
+def memory_of(device):
+    if device == "h100":
+        return int(torch.ops.flce.find_gpu(device)[2])
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("where", ["this device", "h100"])
 @pytest.mark.parametrize("outputs", [{"reduction": "none"}, {"return_entropy": True}])
-def test_kept_logits_may_exceed_a_chunk(device, outputs, monkeypatch):
-    """Without max_memory a loss of rows keeps 2 bytes a logit, up to 1/8 of the memory."""
-    size = 20000 * 32768 * 2
+def test_kept_logits_may_exceed_a_chunk(device, outputs, where):
+    """Without max_memory a loss of rows keeps 2 bytes a logit, up to 1/8 of the memory; a chunk has
+    1 GiB at most."""
+    device, vocab = device if where == "this device" else where, 32768
     call = {"dtype": torch.bfloat16, "device": device, **outputs}
-    for share, kept in ((size, True), (size - 1, False)):
-        memory = packing.Memory(1 << 30, share, saves_memory=True)
-        monkeypatch.setattr(packing, "default_memory", lambda _, memory=memory: memory)
-        plan = flce.plan(20000, 64, 32768, **call)
+    most = memory_of(device) // 8 // (2 * vocab)  # rows whose logits may be kept
+    assert device != "h100" or most * 2 * vocab > 1 << 30
+    for rows, kept in ((most, True), (most + 1, False)):
+        plan = flce.plan(rows, 64, vocab, **call)
         assert (plan.save == "logits") == kept
-        assert not kept or plan.buffers["saved"] == size
+        assert not kept or plan.buffers["saved"] == rows * 2 * vocab
         recomputes = "the backward computes the logits again" in str(plan)
         assert (
             recomputes
             == (plan.save == "stats")
             == (not kept and outputs.get("reduction") == "none")
         )
-    assert flce.plan(20000, 64, 32768, max_memory=size - 1, **call).save != "logits"
+    assert flce.plan(most, 64, vocab, max_memory=most * 2 * vocab - 1, **call).save != "logits"
 
 
 @pytest.mark.parametrize(("sizes", "options"), [

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import flce
-from flce import functional
 from flce.options import DTYPES, RETURNS, ModuleOptions, defaults
 from harness import cases
 
@@ -555,14 +554,22 @@ def test_types_are_checked_before_the_call(argument):
         flce.cross_entropy(**{**given, argument: [1.0]})
 
 
-def test_an_error_of_flce_itself_is_not_taken_for_one_of_the_caller(monkeypatch):
-    def fails(*operands, **others):
-        raise AttributeError("of flce")
+class Failing(torch.Tensor):
+    """Dense, but every operation with it fails."""
 
-    failing = functional._CROSS_ENTROPY._replace(run=fails)
-    monkeypatch.setattr(functional, "_CROSS_ENTROPY", failing)
-    with pytest.raises(AttributeError, match="^of flce$"):
-        flce.cross_entropy(tensors("cpu")["logits"].detach().to_sparse(), tensors("cpu")["target"])
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AttributeError("of the class")
+
+
+def test_an_error_of_an_operation_is_not_taken_for_one_of_the_caller():
+    given = {name: tensors("cpu")[name].detach() for name in ("logits", "target")}
+    with pytest.raises(AttributeError, match="^of the class$"):
+        flce.cross_entropy(given["logits"].as_subclass(Failing), given["target"])
+    with pytest.raises(AttributeError, match="^of the class$"):
+        flce.cross_entropy(given["logits"], given["target"].as_subclass(Failing))
 
 
 @pytest.fixture

@@ -440,22 +440,22 @@ def assert_same(ours, theirs, inputs, tolerance=1e-12, retain_graph=False):
 
 
 def chunked_truth(case, rows):
-    """Mean loss, dX, dW in float64, `rows` tokens at a time, for N x V too large for a tensor."""
-    tokens = case.input.shape[0]
-    parts = []
-    dw = torch.zeros_like(case.linear_weight, dtype=torch.float64)
+    """Losses of rows, and dX, dW and db of their mean, in float64, `rows` tokens at a time: for
+    N x V too large for a tensor."""
+    tokens, parts, sums = len(case.target), [], {}
     for begin in range(0, tokens, rows):
         part = slice(begin, begin + rows)
         chunk = dataclasses.replace(case, input=case.input[part], target=case.target[part])
-        chunk = chunk.to(torch.float64).with_options(reduction="sum")
-        part = outcome(reference.linear_cross_entropy, chunk)
-        dw += part.pop("linear_weight")
-        parts.append(part)
-    return {
-        "loss": sum(part["loss"] for part in parts) / tokens,
-        "input": torch.cat([part["input"] for part in parts]) / tokens,
-        "linear_weight": dw / tokens,
-    }
+        chunk = chunk.to(torch.float64).with_options(reduction="none")
+        upstream = torch.full((len(chunk.target),), 1.0 / tokens, dtype=torch.float64)
+        made = outcome(
+            reference.linear_cross_entropy, chunk, grad_output=upstream.to(case.input.device)
+        )
+        for name in made.keys() & {"linear_weight", "linear_bias"}:
+            sums[name] = sums.get(name, 0.0) + made[name]
+        parts.append(made)
+    joined = {name: torch.cat([part[name] for part in parts]) for name in ("loss", "input")}
+    return {**joined, **sums}
 
 
 def gemms_of(function):

@@ -7,12 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from flce.packing import DIVERGENCES as KINDS
-
-
-def final_logits(z, *, softcap=None, logit_scale=1.0, temperature=1.0):
-    z = logit_scale * z
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return z / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature)
+from flce.reference import final_logits
 
 
 def kl(log_p, log_q):
@@ -54,8 +49,8 @@ def definition(input, linear_weight, teacher_input=None, teacher_weight=None, **
     theirs = {n: options[f"teacher_{n}"] for n in maps if get(f"teacher_{n}") is not None}
     if "temperature" in own:
         theirs.setdefault("temperature", own["temperature"])
-    log_p = F.log_softmax(final_logits(z, **own), dim=-1)
-    log_q = F.log_softmax(final_logits(other, **theirs), dim=-1)
+    log_p = F.log_softmax(final_logits(z, cut, **own), dim=-1)
+    log_q = F.log_softmax(final_logits(other, cut, **theirs), dim=-1)
     rows = divergence_of(log_p, log_q, get("divergence", "forward_kl"), get("beta", 0.5))
     if hard := get("hard_weight", 0.0):
         nll = -log_p.gather(-1, target.masked_fill(cut, 0).unsqueeze(-1)).squeeze(-1)

@@ -1,7 +1,9 @@
 """Steps whose allocations, or GEMMs, fail one after the other, in a process with
-tests/c/failing_torch.c. Run by test_faults.py; prints a line for each failure."""
+tests/c/failing_torch.c. Run by test_faults.py; prints a line for each failure. With the argument
+`second`: what a second backward does after such a failure of the first."""
 
 import ctypes
+import itertools
 import re
 import sys
 
@@ -106,6 +108,7 @@ STEPS = {
     "divergence": (tensors, of_divergence),
     "sampled divergence": (tensors, lambda given: of_divergence(given, **SAMPLED)),
 }
+AGAIN = ("stats", "chunks", "half", "twice", "sampled")  # whose backward may run again
 
 
 def attempt(given, step, begin, what, fails_at):
@@ -188,8 +191,45 @@ def sweep(name, what, check):
     raise AssertionError("no end")
 
 
+def second_backwards(name, what):
+    """Prints what a second backward does after one that has failed in flce: "right", with the bits
+    of a first one, or "refused"."""
+    make, step = STEPS[name]
+    given = make()
+    leaves = [given[leaf] for leaf in LEAVES]
+    loss = step(given)
+    upstream = torch.full_like(loss, 0.5)
+    expected = torch.autograd.grad(loss, leaves, upstream)
+    for number in range(1000):
+        loss = step(given)
+        getattr(preloaded, f"{what}_watch")(number)
+        try:
+            torch.autograd.grad(loss, leaves, upstream)
+            text = ""
+        except RuntimeError as error:
+            text = str(error)
+        getattr(preloaded, f"{what}_watch")(-1)
+        preloaded.memory_count()
+        if not text:
+            return
+        if not (OURS.search(text) or "flce: matrix product failed" in text):
+            continue  # an operation of torch between the loss and flce
+        try:
+            grads = torch.autograd.grad(loss, leaves, upstream)
+            assert same(grads, expected), f"{name}, {what} {number}: the second backward"
+            print(f"{name}: right")
+        except RuntimeError as error:
+            assert "run the forward again" in str(error), error
+            print(f"{name}: refused")
+    raise AssertionError("no end")
+
+
 if __name__ == "__main__":
     what = sys.argv[1]
+    if what == "second":
+        for name, one in itertools.product(("grads", "logits", *AGAIN), ("memory", "gemm")):
+            second_backwards(name, one)
+        sys.exit()
     check = {"memory": check_memory, "gemm": check_gemm}[what]
     for name in STEPS:
         if what == "memory" or name != "logits given":  # it has no GEMM of flce

@@ -1,6 +1,8 @@
 """flce.reference, with which other tests compare flce, against torch's own functions of the rows
 that have a target."""
 
+import math
+
 import hypothesis
 import pytest
 import torch
@@ -27,7 +29,7 @@ def by_torch(
     input, linear_weight, target, *, linear_bias=None, adapter_input=None, adapter_weight=None,
     weight=None, label_smoothing=0.0, softcap=None, logit_scale=1.0, temperature=1.0, z_loss=0.0,
     token_weight=None, num_items=None, reduction="mean", ignore_index=-100, shift=0,
-    cu_seqlens=None, valid_vocab=None, **others,
+    cu_seqlens=None, valid_vocab=None, classes=None, topk=0, **others,
 ):  # fmt: skip
     """All outputs but accuracy of probabilities."""
     shape, is_soft = input.shape[:-1], target.is_floating_point()
@@ -69,9 +71,30 @@ def by_torch(
         if value is not None and value.dim() == 1:
             empty = value.new_full((rows,), -1 if i == 4 else 0)
             made[i] = empty.index_copy(0, own, value).reshape(shape)
-    wanted = [others[name] for name in RETURNS]
+    wanted = [others.get(name, False) for name in RETURNS]
     made[1:] = [one if want else None for one, want in zip(made[1:], wanted, strict=True)]
-    return flce.LinearCrossEntropyOutput(*made)
+    if classes is None and not topk:
+        return flce.LinearCrossEntropyOutput(*made)
+    ids = z.topk(topk).indices if topk else classes.reshape(rows, -1)[own].long()
+    return flce.LinearCrossEntropyOutput(*made, *of_classes(z, ids, own, shape, others, topk))
+
+
+def of_classes(z, ids, own, shape, others, topk):
+    """(tail_lse, class_logits, classes) of the `ids` (n, K) of the rows `own`, row by row and class
+    by class. An id of -100 is no class; classes: the ids, of topk alone."""
+    rows, count = shape.numel(), ids.shape[-1]
+    logits, tail = z.new_zeros(rows, count), z.new_zeros(rows)
+    found = torch.full((rows, count), -1)
+    for row, of_row, chosen in zip(own.tolist(), z, ids.tolist(), strict=True):
+        found[row] = torch.tensor([-1 if one == -100 else one for one in chosen])
+        for at, one in enumerate(chosen):
+            if one != -100:
+                logits = logits.index_put((torch.tensor(row), torch.tensor(at)), of_row[one])
+        left = [one for one in range(len(of_row)) if one not in chosen]
+        rest = of_row[left].logsumexp(0) if left else torch.tensor(-math.inf).double()
+        tail = tail.index_put((torch.tensor(row),), rest)
+    tail = tail.reshape(shape) if others.get("return_tail_lse") else None
+    return tail, logits.reshape(*shape, count), found.reshape(*shape, count) if topk else None
 
 
 @PARTS
@@ -90,3 +113,32 @@ def test_linear_cross_entropy(part):
             assert error <= 1e-11 * (1.0 + value.double().norm()), name
 
     run()
+
+
+@pytest.mark.parametrize("topk", [0, 1, 4])
+def test_classes(topk):
+    """Logits of classes given by ids, of which some are none and some are there twice, or of the
+    largest; and the logsumexp of the others."""
+    generator = cases.generator(topk)
+    for maps in ({}, {"softcap": 2.0, "logit_scale": -1.5}, {"valid_vocab": 6, "shift": 1}):
+        shape, vocab = (2, 5), 9
+        x = torch.randn(*shape, 4, generator=generator, dtype=torch.float64)
+        w = torch.randn(vocab, 4, generator=generator, dtype=torch.float64)
+        y = torch.randint(6, shape, generator=generator)
+        y[0, 1] = y[1, 3] = -100
+        ids = torch.randint(6, (*shape, 3), generator=generator)
+        ids[0, 0, 1] = ids[1, 2, 0] = -100
+        asked = {"topk": topk} if topk else {"classes": ids}
+        options = {**maps, **asked, "return_tail_lse": True, "temperature": 0.5 + torch.rand(shape)}
+        case = cases.Case(x, w, y, options)
+        upstream = {
+            "loss": torch.tensor(0.7),
+            "class_logits": torch.randn(*shape, topk or 3, generator=generator),
+            "tail_lse": torch.randn(shape, generator=generator),
+        }
+        functions = flce.reference.linear_cross_entropy, by_torch
+        made, expected = (cases.outcome(one, case, upstream=upstream) for one in functions)
+        assert made.keys() == expected.keys()
+        for name, value in expected.items():
+            assert made[name].shape == value.shape, name
+            assert (made[name] - value).double().norm() <= 1e-12 * (1.0 + value.double().norm())

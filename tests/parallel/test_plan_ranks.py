@@ -1,12 +1,12 @@
 """flce.plan of a rank: its collectives by hand, and counted in a step of three processes."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import flce
 from harness import cases
 from harness.processes import on_ranks
+from harness.vocab_exchanges import EXCHANGED, GATHERED, exchanges
 
 RANKS, TOKENS, HIDDEN, VOCAB = 3, 24, 16, 40
 SIZE = {"tokens": 8192, "hidden": 4096, "vocab": 128256, "ranks": 8}
@@ -62,25 +62,16 @@ def test_a_rank_has_its_share(device):
     )
 
 
-def counted(step, monkeypatch):
+def counted(step):
     """[(kind, bytes received from others)] of the collectives that `step` begins."""
-    from flce.distributed import collectives
-
+    with exchanges() as found:
+        step()
     calls = []
-    gather, exchange = collectives._all_gather_single, dist.all_to_all_single
-
-    def gathered(received, sent, **options):
-        calls.append(("all-gather", received.nbytes - sent.nbytes))
-        return gather(received, sent, **options)
-
-    def exchanged(received, sent, **options):
-        calls.append(("all-to-all", received.nbytes // RANKS * (RANKS - 1)))
-        return exchange(received, sent, **options)
-
-    monkeypatch.setattr(collectives, "_all_gather_single", gathered)
-    monkeypatch.setattr(dist, "all_to_all_single", exchanged)
-    step()
-    monkeypatch.undo()
+    for one in found:
+        if one.name == GATHERED:
+            calls.append(("all-gather", one.received - one.sent))
+        elif one.name == EXCHANGED:
+            calls.append(("all-to-all", one.received // RANKS * (RANKS - 1)))
     return calls
 
 
@@ -111,9 +102,7 @@ def compare(rank, sequence, dtype, wants, options):
     def backward():
         made[0].sum().backward()
 
-    monkeypatch = pytest.MonkeyPatch()
-    passes = [counted(forward, monkeypatch)]
-    passes.append(counted(backward, monkeypatch) if wants else [])
+    passes = [counted(forward), counted(backward) if wants else []]
     grads = {"grad_input": "input" in wants, "grad_weight": "weight" in wants}
     plan = flce.plan(
         tokens, HIDDEN, VOCAB, dtype=dtype, device="cpu", ranks=RANKS, sequence=sequence,

@@ -20,7 +20,7 @@ from flce import reference
 from flce.distributed import parallel
 from harness import cases
 from harness.vocab_case import HIDDEN, ROW, TOKENS, UNEVEN, VOCAB, class_weights, make
-from harness.vocab_exchanges import counted_exchanges, raised
+from harness.vocab_exchanges import COMPARED, comparisons, exchanges, raised
 from harness.vocab_ranks import RETURNS, Ranks, on, same_bytes
 
 # ---- options with tensors of their own ----
@@ -197,18 +197,18 @@ def test_ranges_of_classes(ranks):
     which = "linear_weight: expected at least one row"
     refused(ranks, which, ValueError, empty, 1, vocab_parallel=flce.VocabParallel(group))
     vp = flce.VocabParallel(group, first, VOCAB)
-    with counted_exchanges() as counts:
+    with exchanges() as begun:
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(one) for one in (own.input, own.linear_weight, own.target)]
             made = flce.linear_cross_entropy(*fakes, vocab_parallel=vp)
         again = flce.linear_cross_entropy(*fakes, vocab_parallel=vp)
     ranks.note(made.shape == again.shape == (), "a call with fake tensors")
-    ranks.note(counts[-1].call_count == 0, "fake tensors are compared")
+    ranks.note(not begun, "fake tensors are compared")
     for compared in (1, 0):
-        with counted_exchanges() as counts:
+        with exchanges() as begun:
             made = cases.outcome(flce.linear_cross_entropy, own, vocab_parallel=vp)
         ranks.note(made["loss"].isfinite(), "a call after those refused")
-        ranks.note(counts[-1].call_count == compared, f"{counts[-1].call_count} comparisons")
+        ranks.note(comparisons(begun) == compared, f"{comparisons(begun)} comparisons")
 
 
 @on(2)
@@ -217,9 +217,9 @@ def test_a_compiled_first_call(ranks):
     own, vp = ranks.divided(make()), flce.VocabParallel(dist.new_group(), vocab=VOCAB)
     call = torch.compile(flce.linear_cross_entropy, backend="aot_eager")
     for function in (call, flce.linear_cross_entropy):
-        with counted_exchanges() as counts:
+        with exchanges() as begun:
             function(own.input, own.linear_weight, own.target, vocab_parallel=vp)
-        ranks.note(counts[-1].call_count == 0, "a comparison")
+        ranks.note(begun and not comparisons(begun), f"a comparison: {begun}")
 
 
 @on(4)
@@ -294,15 +294,16 @@ def test_a_device_mesh_and_a_group_of_one(ranks):
 # ---- refusals ----
 
 
-def refused(ranks, what, error, case, exchanges=0, **options):
+def refused(ranks, what, error, case, compared=0, **options):
+    """`compared`: how many times the ranks compare something before. Nothing else is exchanged."""
     leaf, options = case.input.clone().requires_grad_(), {**case.options, **options}
-    with counted_exchanges() as counts:
+    with exchanges() as begun:
         raised(
             ranks, what, error,
             lambda: flce.linear_cross_entropy(leaf, case.linear_weight, case.target, **options),
         )  # fmt: skip
-    begun = sum(count.call_count for count in counts)
-    ranks.note(begun == exchanges, f"{what}: {begun} exchanges")
+    ranks.note(comparisons(begun) == compared, f"{what}: {comparisons(begun)} comparisons")
+    ranks.note(all(one.name == COMPARED for one in begun), f"{what}: {begun}")
 
 
 @on(2, 4)

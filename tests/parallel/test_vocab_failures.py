@@ -21,7 +21,8 @@ from harness import cases
 from harness.vocab_case import HIDDEN, TOKENS, VOCAB, make
 from harness.vocab_exchanges import (
     Preempted,
-    counted_exchanges,
+    comparisons,
+    exchanges,
     interrupting,
     raise_preempted,
     raised,
@@ -244,6 +245,6 @@ def test_options_are_compared_with_FLCE_CHECK_alone(ranks):  # noqa: N802
         ("0", flce.linear_cross_entropy, 1), ("0", flce.linear_cross_entropy, 0),
         ("1", flce.linear_cross_entropy, 1), ("1", compiled, 0),
     ):  # fmt: skip
-        with unittest.mock.patch.dict(os.environ, FLCE_CHECK=value), counted_exchanges() as counts:
+        with unittest.mock.patch.dict(os.environ, FLCE_CHECK=value), exchanges() as begun:
             call(*operands, vocab_parallel=vp)
-        ranks.note(counts[-1].call_count == compared, f"{value}: {counts[-1].call_count}")
+        ranks.note(comparisons(begun) == compared, f"{value}: {begun}")

@@ -1,8 +1,10 @@
-"""Tests of the tests' own helper: pairwise parameters."""
+"""Tests of the tests' own helpers: pairwise parameters, the truth in chunks of rows."""
 
 import itertools
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from harness import cases
 
@@ -23,3 +25,18 @@ def test_every_pair_occurs(sizes):
     least = sorted(sizes)[-1] * sorted(sizes)[-2]
     assert least <= len(rows) <= max(1.5 * least, least + 4)
     assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_truth_in_chunks_is_torchs(soft):
+    case = cases.make_case(11, 4, 7, dtype=torch.float64, bias=True)
+    if soft:
+        case.target = torch.rand(11, 7, generator=cases.generator(1), dtype=torch.float64)
+    leaves = [case.input, case.linear_weight, case.options["linear_bias"]]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    rows = F.cross_entropy(F.linear(*leaves), case.target, reduction="none")
+    expected = dict(zip(cases.GRADIENTS, torch.autograd.grad(rows.mean(), leaves), strict=True))
+    made = cases.chunked_truth(case, 4)
+    assert made.keys() == {"loss", *expected}
+    for name, value in {"loss": rows.detach(), **expected}.items():
+        assert (made[name] - value).norm() <= 1e-14 * (1.0 + value.norm())
