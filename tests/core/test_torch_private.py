@@ -1,7 +1,7 @@
 """flce.torch_private: torch has each name of its record, the record is that of the file, and no
 other file of flce has a private name of torch. It needs no compiled module of flce: with any torch,
 
-python -m pytest --noconftest tests/test_torch_private.py
+python -m pytest --noconftest tests/core/test_torch_private.py
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 
-FLCE = Path(__file__).parents[1] / "flce"
+FLCE = Path(__file__).parents[2] / "flce"
 OWNER = FLCE / "torch_private.py"
 TREES = {path: ast.parse(path.read_text()) for path in sorted(FLCE.rglob("*.py"))}
 
