@@ -1,5 +1,5 @@
 """Names of torch that are not public: all that flce uses, each with a reason why a public name does
-not serve. NAMES and ATTRIBUTES say which versions of torch have them; tests/core/test_torch_private.py
+not serve. NAMES and ATTRIBUTES say which versions of torch have them, and test_torch_private.py
 compares both with the running torch and with flce's sources. CONTRIBUTING.md has how a new torch is
 checked."""
 
