@@ -49,28 +49,42 @@ class Function(typing.NamedTuple):
 
 
 def _call(function, operands, options, caller=None):
-    """The loss, or the loss with the wanted outputs: directly, or through the operator if the call
-    is traced or transformed. `function`: a Function; `caller`: see sharding.ShardedCall."""
+    """The loss, or the loss with the wanted outputs. `function`: a Function; `caller`: see
+    sharding.ShardedCall. Plain tensors go from here to `run`: each function that is called before
+    it is for the calls that need it."""
     if not function.options.keys() >= options.keys():
         table.check_names(function.operator, function.options, options)
     kinds = (*map(type, operands), *map(type, options.values()))
     if strange := [kind for kind in kinds if kind not in _PLAIN]:
-        others = any(issubclass(kind, torch.Tensor) for kind in strange)
-        if others and isinstance(operands[0], torch.Tensor) and _has_override(operands[0]):
+        has_subclass = any(issubclass(kind, torch.Tensor) for kind in strange)
+        if has_subclass and _has_override(operands[0]):
             return handle_torch_function(function.public, operands[:1], *operands, **options)
         _check_tensors(function, operands, options)
-        if others and any(map(validate.is_dtensor, (*operands, *options.values()))):
-            operands, options = sharding.hooks().local_call(function, operands, options)
+        if has_subclass:
+            operands, options = _local(function, operands, options)
     if options.get("options") is not None:
         options = with_torch_options(operands[1], options)
-    of_call = {} if caller is None else {"caller": caller}
+    run = function.run
     if options.get("accumulate_into") is not None and _trains(operands[1]):
-        accumulate.refuse_tracing()
-        # torch.compile would trace it after the graph break at refuse_tracing.
-        return validate.untraced(function.run)(*operands, options, **of_call)
-    if torch.compiler.is_compiling() or validate.function_transforms_are_on():
+        run = _untraced_run(function)
+    elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
         return _through_operator(function, operands, options)
-    return function.run(*operands, options, **of_call)
+    of_call = {} if caller is None else {"caller": caller}
+    return run(*operands, options, **of_call)
+
+
+def _local(function, operands, options):
+    """(operands, options) with the shards that this rank has in place of DTensors."""
+    if any(map(validate.is_dtensor, (*operands, *options.values()))):
+        return sharding.hooks().local_call(function, operands, options)
+    return operands, options
+
+
+def _untraced_run(function):
+    """`run` of a call that adds to a parameter's gradient, which no graph may do."""
+    accumulate.refuse_tracing()
+    # torch.compile would trace it after the graph break at refuse_tracing.
+    return validate.untraced(function.run)
 
 
 def _trains(weight):
@@ -106,11 +120,13 @@ def _check_tensor(name, value):
         validate.check_tensor(name, value)
 
 
-def _has_override(tensor):
-    """Whether its class overrides __torch_function__. Tensor's default needs no call: it only gives
-    results the class of the tensor, which the operators do themselves."""
-    function = getattr(type(tensor).__torch_function__, "__func__", None)
-    return function is not _DEFAULT_TORCH_FUNCTION and has_torch_function_unary(tensor)
+def _has_override(value):
+    """Whether it is a tensor whose class overrides __torch_function__. Tensor's default needs no
+    call: it only gives results the class of the tensor, which the operators do themselves."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    function = getattr(type(value).__torch_function__, "__func__", None)
+    return function is not _DEFAULT_TORCH_FUNCTION and has_torch_function_unary(value)
 
 
 def with_torch_options(linear_weight, options):
