@@ -14,7 +14,7 @@ from flce import chunked_loss, modules, options, outputs
 from flce.options import LOGIT_OPTIONS, OPTIONS, RETURNS, TEACHER_OPTIONS, defaults
 from flce.packing import INTEGERS, LAYOUT, NUMBERS, Comparison
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def text_of(*patterns):
@@ -143,7 +143,7 @@ def test_7_its_pages_and_tests(name):
     call = page[page.index("flce.linear_cross_entropy(") : page.index("loss.backward()")]
     assert re.search(rf"\b{name}=", call)
     assert f"`{name}: expected {ROWS[name]}, got …`" in text_of("docs/errors.md")
-    assert f'"{name}"' in text_of("tests/test_properties.py")
+    assert f'"{name}"' in text_of("tests/**/test_properties.py")
     assert re.search(rf"\.{name} = one_in", text_of("tests/c/test_plans.c"))
 
 

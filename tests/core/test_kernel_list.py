@@ -1,14 +1,14 @@
 """A kernel is complete: the steps of "Add a kernel" in CONTRIBUTING.md, for each function of the
 backend table (csrc/backend.h) and for each buffer of a plan (csrc/flce.h). That a function is in
 the table's list, and that both backends define it in files of one name, is held by
-tests/test_layout.py. A test is named after its step."""
+test_layout.py. A test is named after its step."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def text_of(*patterns):
