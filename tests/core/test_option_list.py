@@ -124,7 +124,7 @@ def test_6_that_of_a_teacher(name):
 
 
 @every_row
-def test_6_chunks_of_linear_loss(name):
+def test_6_chunks_of_linear_loss(name, monkeypatch):
     """What a plan depends on has to reach the plan that linear_loss makes of its chunks."""
     if name not in defaults(options.LinearLossOptions):
         return
@@ -134,7 +134,15 @@ def test_6_chunks_of_linear_loss(name):
             sizes = {"device": "cpu", "dtype": dtype, "label_smoothing": smoothing}
             plain = str(flce.plan(512, 64, 4096, **sizes))
             changes |= str(flce.plan(512, 64, 4096, **sizes, **{name: VALUES[name]})) != plain
-    assert not changes or name in chunked_loss._OF_PLAN
+    asked = []
+
+    def plan(*sizes, **given):
+        asked.append(given)
+        return flce.plan(*sizes, **given)
+
+    monkeypatch.setattr(chunked_loss, "plan", plan)
+    flce.linear_loss(*operands(), lambda logprobs, *_: logprobs.sum(), **{name: VALUES[name]})
+    assert len(asked) == 1 and (not changes or asked[0][name] == VALUES[name])
 
 
 @every_row
@@ -143,7 +151,7 @@ def test_7_its_pages_and_tests(name):
     call = page[page.index("flce.linear_cross_entropy(") : page.index("loss.backward()")]
     assert re.search(rf"\b{name}=", call)
     assert f"`{name}: expected {ROWS[name]}, got …`" in text_of("docs/errors.md")
-    assert f'"{name}"' in text_of("tests/**/test_properties.py")
+    assert f'"{name}"' in text_of("tests/**/test_properties.py", "tests/**/drawn_options.py")
     assert re.search(rf"\.{name} = one_in", text_of("tests/c/test_plans.c"))
 
 
