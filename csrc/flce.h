@@ -145,7 +145,8 @@ enum { FLCE_WIDE_SUM_CHUNKS = 16 };
 
 /* All decisions for one problem on one device. Pitches are in elements. */
 typedef struct flce_plan {
-  flce_save save;   /* flce_problem.save */
+  /* What the forward keeps for the backward: flce_problem.save, or what auto has become. */
+  flce_strategy strategy;
   flce_form form;   /* what the gradient GEMMs read */
   flce_dtype dtype; /* of the GEMM operands and of dz */
   /* Of E: dtype, but bfloat16 where samples are drawn from it for float16, whose range cannot hold
@@ -220,23 +221,23 @@ typedef struct flce_plan {
 
 /* What save=auto is: a strategy for at most few_rows rows, one for at most some_rows, one for more.
  */
-typedef struct flce_strategy {
-  flce_save few, some, many;
+typedef struct flce_strategies {
+  flce_strategy few, some, many;
   int64_t few_rows, some_rows;
-} flce_strategy;
+} flce_strategies;
 
 /* Pure. The strategies of a problem whose `rows` are not read; all three are the same unless save
  * is auto. */
-void flce_choose_strategy(const flce_problem* problem, const flce_facts* facts,
-                          flce_strategy* strategy);
+void flce_choose_strategies(const flce_problem* problem, const flce_facts* facts,
+                            flce_strategies* strategies);
 
 /* The strategy where neither rows nor facts decide it, else FLCE_SAVE_AUTO. */
 flce_save flce_known_strategy(const flce_problem* problem);
 
 /* Graphs choose by the same two limits: with_strategy of flce/fakes.py. */
-static inline flce_save flce_strategy_of(const flce_strategy* strategy, int64_t rows) {
-  if (rows <= strategy->few_rows) return strategy->few;
-  return rows <= strategy->some_rows ? strategy->some : strategy->many;
+static inline flce_strategy flce_strategy_of(const flce_strategies* strategies, int64_t rows) {
+  if (rows <= strategies->few_rows) return strategies->few;
+  return rows <= strategies->some_rows ? strategies->some : strategies->many;
 }
 
 /* A rank's problem if the classes were divided equally: what the ranks have to agree on is decided
@@ -260,9 +261,9 @@ flce_status flce_check_targets(const flce_problem* problem, const int64_t* targe
 /* FLCE_INVALID_ARGUMENT for `items` 0 with valid rows, whose mean would divide by 0. */
 flce_status flce_check_items(double items, int64_t valid);
 
-/* The facts of the backend for `problem`, and the plan, whose `save` is chosen if it is auto. Where
- * the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the order
- * of its rows) is decided for a rank with an equal share of the classes. No allocation. */
+/* The facts of the backend for `problem`, and the plan, whose strategy is chosen if `save` is auto.
+ * Where the vocabulary is sharded, what the ranks have to agree on (the chunks of the forward, the
+ * order of its rows) is decided for a rank with an equal share of the classes. No allocation. */
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 /* For flce.plan: the plan of forward and backward together; it is never executed. A divergence with
@@ -284,7 +285,7 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size);
 int64_t flce_plan_json(const flce_plan* plan, char* text, int64_t size);
 
 /* Pure. Sets the fields of a plan that depend neither on rows nor on sizes of buffers: form,
- * dtypes, leading dimensions. plan->save is set. */
+ * dtypes, leading dimensions. plan->strategy is set. */
 void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 
 /* FLCE_INVALID_ARGUMENT if a size, dtype or option is out of its range, or if options that exclude
@@ -355,7 +356,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
 flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
                           const flce_problem* problem, const flce_plan* plan,
                           const flce_tensors* tensors);
-/* FLCE_INVALID_ARGUMENT unless flce_has_backward(plan->save). flce_backward() calls it too. */
+/* FLCE_INVALID_ARGUMENT unless flce_has_backward(plan->strategy). flce_backward() calls it too. */
 flce_status flce_check_backward(const flce_plan* plan);
 
 /* GEMMs that the engine has requested from backends since the process started. */

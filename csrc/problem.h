@@ -56,7 +56,7 @@ flce_dtype flce_stat_dtype(flce_dtype dtype);
 
 typedef enum flce_reduction { FLCE_NONE, FLCE_MEAN, FLCE_SUM } flce_reduction;
 
-/* What the forward keeps for the backward. */
+/* What the forward keeps for the backward: the caller's option `save`. */
 typedef enum flce_save {
   FLCE_SAVE_NOTHING, /* nothing: no gradient is wanted */
   FLCE_SAVE_LOGITS,  /* E or z, [rows][V]; the backward runs the two gradient GEMMs */
@@ -64,13 +64,17 @@ typedef enum flce_save {
   FLCE_SAVE_STATS,   /* row statistics; the backward recomputes the logits, chunk by chunk */
   FLCE_SAVE_SAMPLES, /* the sampled gradient: lists of entries of E; the backward gathers with
                         them the rows of W and x, without a GEMM */
-  FLCE_SAVE_AUTO,    /* only in a problem: flce_choose_strategy() chooses one of the others */
+  FLCE_SAVE_AUTO,    /* flce_choose_strategies() chooses one of the others */
 } flce_save;
 const char* flce_save_name(flce_save save);
 
+/* What a call does: the caller's `save`, or what auto has become. Never FLCE_SAVE_AUTO. */
+typedef flce_save flce_strategy;
+
 /* True if flce_backward() makes the gradients: with save=grads they are only scaled. */
-static inline bool flce_has_backward(flce_save save) {
-  return save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_STATS || save == FLCE_SAVE_SAMPLES;
+static inline bool flce_has_backward(flce_strategy strategy) {
+  return strategy == FLCE_SAVE_LOGITS || strategy == FLCE_SAVE_STATS ||
+         strategy == FLCE_SAVE_SAMPLES;
 }
 
 /* What the gradient GEMMs read.
@@ -282,8 +286,8 @@ typedef struct flce_problem {
     bool statistics;
   } wants;
 
-  /* What the forward keeps for the backward. flce_plan_call replaces auto; flce_plan.save is what a
-   * call does. */
+  /* What the caller asks the forward to keep for the backward. What a call does is
+   * flce_plan.strategy. */
   flce_save save;
 
   /* Sampled gradients. */

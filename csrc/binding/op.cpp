@@ -18,23 +18,23 @@ namespace {
  * row and takes less memory: with more chunks dW may be summed in float32. */
 std::string memory_advice(const Device& device, const flce_problem& problem,
                           const flce_plan& plan) {
-  bool samples = plan.save == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
+  bool samples = plan.strategy == FLCE_SAVE_SAMPLES; /* its lists do not depend on max_memory */
   int64_t logits =
       plan.buffers[FLCE_BUF_LOGITS].bytes + (samples ? 0 : plan.buffers[FLCE_BUF_SAVED].bytes);
   int64_t smaller = (logits < problem.memory.bound ? logits : problem.memory.bound) / 2;
   std::string advice = "; the plan needs " + std::to_string(plan.peak_bytes) +
                        " bytes over the inputs, of which " + std::to_string(logits) +
-                       " for logits (save=\"" + flce_save_name(plan.save) + "\")";
+                       " for logits (save=\"" + flce_save_name(plan.strategy) + "\")";
   if (smaller < plan.z_pitch * flce_size_of(plan.z_dtype)) return advice;
   flce_problem cheaper = problem;
   cheaper.memory.bound = smaller;
   cheaper.memory.bound_is_default = false;
-  if (plan.save == FLCE_SAVE_LOGITS) cheaper.save = FLCE_SAVE_AUTO;
+  if (plan.strategy == FLCE_SAVE_LOGITS) cheaper.save = FLCE_SAVE_AUTO;
   flce_plan other;
   flce_status status = flce_plan_call(device.table(), &cheaper, &other);
   if (status != FLCE_OK || other.peak_bytes >= plan.peak_bytes) return advice;
   advice += ". Try max_memory=" + std::to_string(smaller);
-  return plan.save == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
+  return plan.strategy == FLCE_SAVE_LOGITS ? advice + " with save=\"auto\"" : advice;
 }
 
 /* Rethrows; out of memory with that text. */
@@ -45,11 +45,11 @@ std::string memory_advice(const Device& device, const flce_problem& problem,
 }
 
 bool keeps_tensor(const flce_plan& plan) {
-  return plan.save == FLCE_SAVE_LOGITS || plan.save == FLCE_SAVE_SAMPLES;
+  return plan.strategy == FLCE_SAVE_LOGITS || plan.strategy == FLCE_SAVE_SAMPLES;
 }
 
 ScalarType saved_type(const flce_plan& plan) {
-  return plan.save == FLCE_SAVE_LOGITS ? to_scalar_type(plan.saved_dtype) : ScalarType::Int;
+  return plan.strategy == FLCE_SAVE_LOGITS ? to_scalar_type(plan.saved_dtype) : ScalarType::Int;
 }
 
 /* Allocates what a forward keeps. With a caller that could not count the valid rows (torch.compile
@@ -92,7 +92,7 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
   Tensor loss = allocate_loss(device, call);
   ClassLogits classes = allocate_classes(device, call);
   Gradients gradients;
-  if (plan.save == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, input, plan, call);
+  if (plan.strategy == FLCE_SAVE_GRADS) gradients = allocate_gradients(device, input, plan, call);
   Tensor workspace =
       allocate_workspace(device, plan.forward_workspace_bytes, "forward workspace", call);
   Collectives collectives(device, call->problem, group,
@@ -105,7 +105,7 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
 
 /* Binds the seed of the draw. */
 void bind_seed(const OptionalTensor& seed, const flce_plan& plan, Call* call) {
-  if (plan.save != FLCE_SAVE_SAMPLES && !plan.draws) return;
+  if (plan.strategy != FLCE_SAVE_SAMPLES && !plan.draws) return;
   if (!seed) refuse("seed", "a tensor with gradient=\"sampled\"", "None");
   if (seed->numel() != 1) refuse("seed", "one element", "shape " + shape_text(shape_of(*seed)));
   expect_type("seed", *seed, ScalarType::Long);
@@ -212,12 +212,12 @@ void bind_kept(const Kept& kept, Call* call) {
 /* Checks the tensor that a forward has saved. */
 void expect_saved(const OptionalTensor& saved, const flce_plan& plan, const Call& call) {
   if (!saved)
-    refuse("saved", std::string("a tensor with save=\"") + flce_save_name(plan.save) + "\"",
+    refuse("saved", std::string("a tensor with save=\"") + flce_save_name(plan.strategy) + "\"",
            "None");
   expect_like("saved", *saved, {call.saved_rows, plan.saved_pitch}, saved_type(plan), call.id);
   /* the CUDA backend reads the lists as pairs */
   bool aligned = reinterpret_cast<uintptr_t>(saved->const_data_ptr()) % 8 == 0;
-  if (plan.save == FLCE_SAVE_SAMPLES && !aligned)
+  if (plan.strategy == FLCE_SAVE_SAMPLES && !aligned)
     refuse("saved", "memory aligned to 8 bytes", "another address");
 }
 

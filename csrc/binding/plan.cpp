@@ -101,10 +101,10 @@ std::vector<int64_t> describe(SIZES_ARGUMENTS) {
   flce_facts facts = {0};
   flce_facts_of_type(on_cpu != 0, problem.dtypes.gemm, &facts);
   flce_problem equal = flce_equal_share(&problem);
-  flce_strategy s;
-  flce_choose_strategy(&equal, &facts, &s);
+  flce_strategies s;
+  flce_choose_strategies(&equal, &facts, &s);
   flce_plan plan = {};
-  plan.save = problem.save = s.many;
+  plan.strategy = problem.save = s.many;
   flce_choose_dtypes(&problem, &facts, &plan);
   int64_t saved = s.many == FLCE_SAVE_SAMPLES ? -1 : plan.saved_dtype;
   return {s.few,

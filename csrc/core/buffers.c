@@ -48,15 +48,15 @@ static int64_t logits_row(const flce_plan* plan) {
 }
 
 static unsigned both_passes(const flce_plan* plan) {
-  return FORWARD | (flce_has_backward(plan->save) ? BACKWARD : 0);
+  return FORWARD | (flce_has_backward(plan->strategy) ? BACKWARD : 0);
 }
 
 /* The pass that makes the gradients, and the rows of its chunks. */
 static unsigned gradient_pass(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_GRADS ? FORWARD : BACKWARD;
+  return plan->strategy == FLCE_SAVE_GRADS ? FORWARD : BACKWARD;
 }
 static int64_t gradient_rows(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_GRADS ? plan->chunk_rows : plan->backward_chunk_rows;
+  return plan->strategy == FLCE_SAVE_GRADS ? plan->chunk_rows : plan->backward_chunk_rows;
 }
 
 /* ---- the caller's tensors ---- */
@@ -64,7 +64,7 @@ static int64_t gradient_rows(const flce_plan* plan) {
 static void list_results(const flce_problem* problem, flce_plan* plan) {
   const int64_t n = problem->shape.tokens, of_classes = n * problem->wants.row_classes;
   const int64_t stat = stat_size(plan), index = sizeof(int64_t);
-  const bool saves = plan->save == FLCE_SAVE_LOGITS || plan->save == FLCE_SAVE_SAMPLES;
+  const bool saves = plan->strategy == FLCE_SAVE_LOGITS || plan->strategy == FLCE_SAVE_SAMPLES;
   const int64_t saved_row = plan->saved_pitch * flce_size_of(plan->saved_dtype);
   const unsigned statistics = plan->keeps_statistics ? KEPT : FORWARD;
   const table_row rows[] = {
@@ -85,7 +85,7 @@ static int64_t rounded_bytes(bool exists, int64_t elements, flce_dtype kept, flc
 }
 
 static void list_gradients(const flce_problem* problem, flce_plan* plan) {
-  const bool any = plan->save != FLCE_SAVE_NOTHING, dx = any && problem->wants.grad_input;
+  const bool any = plan->strategy != FLCE_SAVE_NOTHING, dx = any && problem->wants.grad_input;
   const bool dw = any && problem->wants.grad_weight && !problem->backward.adds_grad_weight;
   const bool db = any && problem->wants.grad_bias;
   const flce_dtype of_dx = plan->grad_input_dtype, of_dw = plan->grad_weight_dtype;
@@ -96,7 +96,7 @@ static void list_gradients(const flce_problem* problem, flce_plan* plan) {
   const int64_t rounded = rounded_bytes(dx, in_dx, of_dx, problem->dtypes.input) +
                           rounded_bytes(dw, in_dw, of_dw, problem->dtypes.weight) +
                           rounded_bytes(db, in_db, of_db, problem->dtypes.bias);
-  const unsigned made = plan->save == FLCE_SAVE_GRADS ? KEPT : RETURNED;
+  const unsigned made = plan->strategy == FLCE_SAVE_GRADS ? KEPT : RETURNED;
   const table_row rows[] = {
       {FLCE_BUF_GRAD_INPUT, dx, made, in_dx * flce_size_of(of_dx)},
       {FLCE_BUF_GRAD_WEIGHT, dw, made, in_dw * flce_size_of(of_dw)},
@@ -112,9 +112,9 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
   const int64_t n = problem->shape.tokens, v = problem->shape.vocab, h = plan->hidden;
   const int64_t e = flce_size_of(plan->dtype), stat = stat_size(plan);
   const unsigned both = both_passes(plan);
-  const bool padded = h != problem->shape.hidden, again = plan->save == FLCE_SAVE_STATS;
+  const bool padded = h != problem->shape.hidden, again = plan->strategy == FLCE_SAVE_STATS;
   /* The backward adds the bias where it reads logits that have none yet. */
-  const bool stores_z = plan->save == FLCE_SAVE_LOGITS && !plan->saves_exp;
+  const bool stores_z = plan->strategy == FLCE_SAVE_LOGITS && !plan->saves_exp;
   const unsigned bias = again || (stores_z && !plan->gemm_adds_bias) ? both : FORWARD;
   /* A copy of x for the logits GEMM: in the forward, and where the backward runs it again. In both,
    * unless it is in FLCE_BUF_SCALED_X. */
@@ -146,10 +146,10 @@ static int64_t forward_logits_rows(const flce_problem* problem, const flce_plan*
  * from what is saved, or logits that are computed again and overwritten. */
 static int64_t backward_logits_bytes(const flce_plan* plan) {
   bool writes_dz =
-      plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ && !plan->dz_in_saved;
+      plan->strategy == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ && !plan->dz_in_saved;
   int64_t dz_row = plan->out_pitch * flce_size_of(plan->dtype);
   if (writes_dz) return plan->backward_chunk_rows * dz_row;
-  return plan->save == FLCE_SAVE_STATS ? plan->backward_chunk_rows * logits_row(plan) : 0;
+  return plan->strategy == FLCE_SAVE_STATS ? plan->backward_chunk_rows * logits_row(plan) : 0;
 }
 
 static void list_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -233,11 +233,11 @@ static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
   const int64_t input_row = problem->shape.hidden * flce_size_of(problem->dtypes.input);
   /* Statistics are exchanged for each chunk where what follows reads those of all classes, else for
    * all rows at once. */
-  const bool each_chunk = plan->save == FLCE_SAVE_GRADS || plan->save == FLCE_SAVE_SAMPLES;
+  const bool each_chunk = plan->strategy == FLCE_SAVE_GRADS || plan->strategy == FLCE_SAVE_SAMPLES;
   const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;
-  const bool sums_dx = makes_gradients(problem) && sums_input(problem);
+  const bool sums_dx = makes_gradients(problem, plan) && sums_input(problem);
   const int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
   const bool own_dx = problem->shard.input_is_sharded || n % ranks != 0 ||
                       plan->partial_dx_dtype != plan->grad_input_dtype;
@@ -282,10 +282,10 @@ static void lay_out(flce_plan* plan) {
   int64_t shared = place(plan, FORWARD | BACKWARD, 0);
   int64_t backward = place(plan, BACKWARD, shared);
   plan->forward_workspace_bytes = place(plan, FORWARD, shared);
-  plan->backward_workspace_bytes = flce_has_backward(plan->save) ? backward : 0;
+  plan->backward_workspace_bytes = flce_has_backward(plan->strategy) ? backward : 0;
   plan->forward_peak_bytes = plan->forward_workspace_bytes + tensor_bytes(plan, FORWARD);
   plan->backward_peak_bytes = plan->backward_workspace_bytes + tensor_bytes(plan, BACKWARD);
-  if (plan->save == FLCE_SAVE_NOTHING) plan->backward_peak_bytes = 0;
+  if (plan->strategy == FLCE_SAVE_NOTHING) plan->backward_peak_bytes = 0;
   plan->peak_bytes = max64(plan->forward_peak_bytes, plan->backward_peak_bytes);
 }
 
@@ -294,7 +294,7 @@ void flce_list_buffers(const flce_problem* problem, const flce_facts* facts, flc
   list_gradients(problem, plan);
   list_operands(problem, facts, plan);
   list_logits(problem, facts, plan);
-  if (makes_gradients(problem)) {
+  if (makes_gradients(problem, plan)) {
     list_row_gradients(problem, facts, plan);
     if (draws_samples(plan))
       list_samples(problem, facts, plan);

@@ -1,5 +1,5 @@
-/* The forward and the backward of linear cross entropy: a function for each strategy (flce_save),
- * which lists the steps of that strategy from top to bottom.
+/* The forward and the backward of linear cross entropy: a function for each strategy
+ * (flce_strategy), which lists the steps of that strategy from top to bottom.
  *
  * The rows are computed in chunks, because the logits z = x W^T, [N][V], of all rows take too much
  * memory. A row pass makes a chunk's statistics and losses from its z. Then E = exp(l - c) or dz,
@@ -180,12 +180,12 @@ static flce_status forward_divergence_samples(const execution* e) {
 
 static flce_status no_strategy(const flce_plan* plan) {
   return flce_fail(FLCE_INVALID_ARGUMENT, "plan: expected a strategy in save, got %d",
-                   (int)plan->save);
+                   (int)plan->strategy);
 }
 
 static flce_status forward(const execution* e) {
   const flce_plan* plan = e->plan;
-  switch (plan->save) {
+  switch (plan->strategy) {
     case FLCE_SAVE_NOTHING:
       return plan->compares ? forward_divergence(e) : forward_loss_only(e);
     case FLCE_SAVE_STATS: /* of a divergence: its backward is another call, with save=grads */
@@ -255,7 +255,7 @@ static flce_status backward_samples(execution* e) {
 }
 
 static flce_status backward(execution* e) {
-  switch (e->plan->save) {
+  switch (e->plan->strategy) {
     case FLCE_SAVE_LOGITS:
       return backward_logits(e);
     case FLCE_SAVE_STATS:
@@ -271,13 +271,6 @@ static flce_status backward(execution* e) {
 }
 
 /* ---- a call ---- */
-
-/* The caller's problem with the strategy that the plan has chosen. */
-static flce_problem with_strategy(const flce_problem* caller, const flce_plan* plan) {
-  flce_problem problem = *caller;
-  problem.save = plan->save;
-  return problem;
-}
 
 static execution open_execution(const flce_backend* backend, shard_call* shard,
                                 const flce_problem* problem, const flce_plan* plan,
@@ -306,13 +299,12 @@ static flce_status open_forward(execution* e, teacher_call* teacher) {
 }
 
 flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
-                         const flce_problem* caller_problem, const flce_plan* plan,
+                         const flce_problem* problem, const flce_plan* plan,
                          const flce_tensors* caller) {
-  const flce_problem problem = with_strategy(caller_problem, plan);
   flce_tensors tensors = *caller;
   shard_call shard = {.comm = comm};
   teacher_call teacher = {0};
-  execution e = open_execution(backend, &shard, &problem, plan, &tensors, FLCE_IN_FORWARD);
+  execution e = open_execution(backend, &shard, problem, plan, &tensors, FLCE_IN_FORWARD);
   if (!plan->keeps_statistics) {
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
@@ -322,19 +314,18 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
 }
 
 flce_status flce_check_backward(const flce_plan* plan) {
-  if (flce_has_backward(plan->save)) return FLCE_OK;
+  if (flce_has_backward(plan->strategy)) return FLCE_OK;
   return flce_fail(FLCE_INVALID_ARGUMENT,
                    "save: expected \"logits\", \"stats\" or \"samples\" in a backward, got \"%s\"",
-                   flce_save_name(plan->save));
+                   flce_save_name(plan->strategy));
 }
 
 flce_status flce_backward(const flce_backend* backend, const flce_comm* comm,
-                          const flce_problem* caller_problem, const flce_plan* plan,
+                          const flce_problem* problem, const flce_plan* plan,
                           const flce_tensors* tensors) {
   FLCE_TRY(flce_check_backward(plan));
-  const flce_problem problem = with_strategy(caller_problem, plan);
   shard_call shard = {.comm = comm};
-  execution e = open_execution(backend, &shard, &problem, plan, tensors, FLCE_IN_BACKWARD);
+  execution e = open_execution(backend, &shard, problem, plan, tensors, FLCE_IN_BACKWARD);
   if (!wants_gradients(&e)) return FLCE_OK;
   return flce_close_shard(&e, backward(&e));
 }

@@ -126,7 +126,7 @@ static inline flce_upstream upstream_of(const execution* e) {
                          .lse = tensors->grad_lse,
                          .entropy = tensors->grad_entropy,
                          .tail = tensors->grad_tail,
-                         .entropy_in_target = e->plan && e->plan->save == FLCE_SAVE_SAMPLES};
+                         .entropy_in_target = e->plan && e->plan->strategy == FLCE_SAVE_SAMPLES};
 }
 
 /* A buffer of this pass's workspace; NULL where the plan has none. */

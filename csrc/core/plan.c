@@ -59,29 +59,28 @@ static void choose_sizes(const flce_problem* problem, const flce_facts* facts, f
   plan->finds_classes = problem->wants.topk > 0;
   plan->sums_tail = problem->wants.tail;
   plan->compares = problem->divergence.kind != FLCE_NO_DIVERGENCE;
-  plan->draws = plan->compares && problem->sampling.wanted && plan->save == FLCE_SAVE_GRADS;
+  plan->draws = plan->compares && problem->sampling.wanted && plan->strategy == FLCE_SAVE_GRADS;
 }
 
 /* ---- form ---- */
 
 /* The form of the forward. The entropy's gradient takes l from E, as l - c = log E, and the largest
  * logits are found by E, except where E includes the softcap's slope. */
-static flce_form choose_form(const flce_problem* problem, flce_dtype dtype) {
-  if (problem->save == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
+static flce_form choose_form(const flce_problem* problem, const flce_plan* plan) {
+  if (plan->strategy == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
   bool later_dz = (problem->wants.entropy_gradient || problem->wants.class_gradient) &&
-                  problem->save == FLCE_SAVE_LOGITS;
+                  plan->strategy == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->wants.topk > 0;
-  bool dz = dtype == FLCE_F16 || problem->has.probabilities || problem->wants.tail ||
-            problem->divergence.kind != FLCE_NO_DIVERGENCE ||
-            (flce_caps_logits(&problem->loss) && slope_of_all);
+  bool dz = plan->dtype == FLCE_F16 || problem->has.probabilities || problem->wants.tail ||
+            plan->compares || (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
 /* The form of the forward, and in a backward with gradients that E cannot give: dz. */
-static flce_form choose_form_of_pass(const flce_problem* problem, flce_dtype dtype) {
+static flce_form choose_form_of_pass(const flce_problem* problem, const flce_plan* plan) {
   bool needs_dz = (problem->backward.has_grad_entropy || problem->backward.has_grad_classes) &&
-                  problem->save != FLCE_SAVE_SAMPLES;
-  return needs_dz ? FLCE_FORM_DZ : choose_form(problem, dtype);
+                  plan->strategy != FLCE_SAVE_SAMPLES;
+  return needs_dz ? FLCE_FORM_DZ : choose_form(problem, plan);
 }
 
 /* True if dz cannot be computed from E: the softcap's slope and probability targets need the logit,
@@ -100,10 +99,10 @@ static bool needs_logits(const flce_problem* problem) {
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
   bool reads_z = !only_statistics(plan);
-  if (plan->form == FLCE_FORM_EXP || (plan->save == FLCE_SAVE_NOTHING && !reads_z)) return true;
+  if (plan->form == FLCE_FORM_EXP || (plan->strategy == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (plan->save == FLCE_SAVE_STATS && !reads_z) return !problem->has.probabilities;
-  bool gives_e = plan->save == FLCE_SAVE_LOGITS && !needs_logits(problem);
+  if (plan->strategy == FLCE_SAVE_STATS && !reads_z) return !problem->has.probabilities;
+  bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
 
@@ -120,9 +119,9 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   flce_dtype wanted = narrow ? FLCE_F32 : problem->dtypes.logits;
   plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
-  plan->packs = plan->fuses_rows && facts->fused_packs && plan->save == FLCE_SAVE_GRADS;
+  plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
-  bool makes_e = plan->fuses_rows && exp_form && plan->save != FLCE_SAVE_STATS;
+  bool makes_e = plan->fuses_rows && exp_form && plan->strategy != FLCE_SAVE_STATS;
   if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
@@ -134,8 +133,8 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
 /* What save=logits keeps: E if the gradients follow from it, also in form dz, because for float16
  * it has half the bytes of float32 logits. */
 static void choose_saved(const flce_problem* problem, flce_plan* plan) {
-  bool keeps = plan->save == FLCE_SAVE_LOGITS;
-  if (plan->save == FLCE_SAVE_SAMPLES) {
+  bool keeps = plan->strategy == FLCE_SAVE_LOGITS;
+  if (plan->strategy == FLCE_SAVE_SAMPLES) {
     plan->saved_dtype = FLCE_F32; /* the lists: int32 has its size */
     plan->saved_pitch = flce_sample_pitch(problem->sampling.eps);
   } else {
@@ -149,7 +148,7 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
 
 void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   choose_sizes(problem, facts, plan);
-  plan->form = choose_form_of_pass(problem, plan->dtype);
+  plan->form = choose_form_of_pass(problem, plan);
   choose_logits(problem, facts, plan);
   choose_saved(problem, plan);
 }
@@ -160,29 +159,30 @@ static void choose_rows(const flce_problem* problem, const flce_facts* facts, fl
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->derived.gathers : facts->skips_rows;
-  bool forward_exp = choose_form(problem, plan->dtype) == FLCE_FORM_EXP;
+  bool forward_exp = choose_form(problem, plan) == FLCE_FORM_EXP;
   plan->gathers = problem->shape.rows < problem->shape.tokens || (skips && forward_exp);
 }
 
 /* With save=grads only in float16, where the backward divides by the loss scale
  * (FLCE_SCALAR_LOSS_SCALE). */
 static bool backward_reads_statistics(const flce_plan* plan) {
-  bool is_scaled = plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
-  return flce_has_backward(plan->save) || is_scaled;
+  bool is_scaled = plan->strategy == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16;
+  return flce_has_backward(plan->strategy) || is_scaled;
 }
 
-static flce_dtype kept_dtype(const flce_problem* problem, flce_dtype dtype) {
+static flce_dtype kept_dtype(const flce_plan* plan, flce_dtype dtype) {
   /* With save=grads, float16 gradients are computed before grad_output (a GradScaler's 65536) is
    * known. They are kept in float32, and rounded after they are multiplied by grad_output. */
-  return problem->save == FLCE_SAVE_GRADS && dtype == FLCE_F16 ? FLCE_F32 : dtype;
+  return plan->strategy == FLCE_SAVE_GRADS && dtype == FLCE_F16 ? FLCE_F32 : dtype;
 }
 
 /* The exception to kept_dtype is dW, the largest gradient. It is kept in float16, times
  * FLCE_SCALAR_DW_SCALE, with which no sum overflows and what underflows is negligible. */
 static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
   bool asks_f32 = problem->dtypes.accum != FLCE_F16 && !problem->dtypes.widens_accum;
-  return plan->save == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 && problem->wants.grad_weight &&
-         problem->dtypes.weight == FLCE_F16 && !asks_f32 && !plan->draws;
+  return plan->strategy == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 &&
+         problem->wants.grad_weight && problem->dtypes.weight == FLCE_F16 && !asks_f32 &&
+         !plan->draws;
 }
 
 /* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
@@ -206,7 +206,7 @@ static void choose_gradients(const flce_problem* problem, const flce_facts* fact
                              flce_plan* plan) {
   plan->keeps_statistics =
       problem->wants.statistics || problem->wants.class_gradient || backward_reads_statistics(plan);
-  plan->grad_input_dtype = kept_dtype(problem, problem->dtypes.input);
+  plan->grad_input_dtype = kept_dtype(plan, problem->dtypes.input);
   bool widens = flce_is_sharded(problem) && problem->shard.wide_terms;
   plan->partial_dx_dtype = widens ? FLCE_F32 : plan->grad_input_dtype;
   plan->dx_gemm_dtype = choose_dx_gemm_dtype(plan, facts);
@@ -214,8 +214,8 @@ static void choose_gradients(const flce_problem* problem, const flce_facts* fact
       keeps_fp16_dw(problem, plan) ? choose_dw_fp16_shift(problem->shape.rows) : 0;
   plan->grad_weight_dtype = problem->backward.adds_grad_weight ? problem->backward.added_dtype
                             : plan->dw_fp16_shift ? FLCE_F16
-                                                  : kept_dtype(problem, problem->dtypes.weight);
-  plan->grad_bias_dtype = kept_dtype(problem, problem->dtypes.bias);
+                                                  : kept_dtype(plan, problem->dtypes.weight);
+  plan->grad_bias_dtype = kept_dtype(plan, problem->dtypes.bias);
 }
 
 /* ---- the sum of dW over chunks ---- */
@@ -246,7 +246,7 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
 static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool decided = problem->derived.chunk_rows > 0; /* accum_dtype is that of the equal share */
   bool sums = problem->wants.grad_weight && !draws_samples(plan);
-  int64_t chunks = plan->save == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
+  int64_t chunks = plan->strategy == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
   if (problem->dtypes.widens_accum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
     sum_dw_in(flce_stat_dtype(plan->dtype), problem, facts, plan);
 }
@@ -284,7 +284,7 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
   int64_t size = flce_size_of(plan->dtype),
           bytes = problem->shape.rows * problem->shape.vocab * size;
   bool bounded = problem->memory.bound_is_default && facts->multiprocessors > 0 &&
-                 plan->save == FLCE_SAVE_GRADS && problem->shape.vocab <= SMALL_VOCAB &&
+                 plan->strategy == FLCE_SAVE_GRADS && problem->shape.vocab <= SMALL_VOCAB &&
                  bytes >= SMALL_VOCAB_BYTES;
   if (!bounded) return INT64_MAX;
   int64_t row = plan->z_pitch * flce_size_of(plan->z_dtype);
@@ -298,7 +298,7 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
                                const flce_plan* plan) {
   chunk_loop loop = any_loop(problem, plan);
-  bool gradients = plan->save == FLCE_SAVE_GRADS;
+  bool gradients = plan->strategy == FLCE_SAVE_GRADS;
   loop.makes_logits = true;
   loop.makes_dx &= gradients;
   loop.makes_dw &= gradients;
@@ -338,10 +338,10 @@ static flce_status choose_forward_chunks(const flce_problem* problem, const flce
 
 static chunk_loop backward_loop(const flce_problem* problem, const flce_plan* plan) {
   chunk_loop loop = any_loop(problem, plan);
-  loop.makes_logits = plan->save == FLCE_SAVE_STATS;
+  loop.makes_logits = plan->strategy == FLCE_SAVE_STATS;
   if (loop.makes_logits)
     loop.row_bytes = plan->z_pitch * flce_size_of(plan->z_dtype);
-  else if (plan->save == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
+  else if (plan->strategy == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ)
     /* The same chunks where dz overwrites what is saved, so that the bits of a gradient do not
      * depend on whether its graph is kept. */
     loop.row_bytes = plan->out_pitch * flce_size_of(plan->dtype);
@@ -355,7 +355,7 @@ static flce_status choose_backward_chunks(const flce_problem* problem, const flc
   if (loop.row_bytes > 0)
     return choose_chunk_rows(problem, facts, &loop, &plan->backward_chunk_rows,
                              &plan->backward_chunks);
-  bool has_loop = flce_has_backward(plan->save) && plan->save != FLCE_SAVE_SAMPLES;
+  bool has_loop = flce_has_backward(plan->strategy) && plan->strategy != FLCE_SAVE_SAMPLES;
   if (has_loop) { /* it allocates nothing: it reads what is saved, or the rank has no class */
     plan->backward_chunk_rows = problem->shape.rows;
     plan->backward_chunks = problem->shape.rows > 0;
@@ -370,11 +370,11 @@ static flce_status choose_backward_chunks(const flce_problem* problem, const flc
  * this one is no longer needed. */
 static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
   if (!copies_logits_input(plan)) return;
-  bool has_copy = problem->wants.grad_weight && makes_gradients(problem) &&
+  bool has_copy = problem->wants.grad_weight && makes_gradients(problem, plan) &&
                   copies_weight_input(problem, plan) && !plan->draws;
   plan->backward_gathered_x = has_copy ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
   plan->gathered_x =
-      plan->save == FLCE_SAVE_GRADS ? plan->backward_gathered_x : FLCE_BUF_GATHERED_X;
+      plan->strategy == FLCE_SAVE_GRADS ? plan->backward_gathered_x : FLCE_BUF_GATHERED_X;
 }
 
 /* ---- the plan ---- */
@@ -382,7 +382,7 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
                               flce_plan* plan) {
   memset(plan, 0, sizeof *plan);
-  plan->save = problem->save;
+  plan->strategy = problem->save; /* no longer auto */
   plan->rows = problem->shape.rows;
   flce_choose_dtypes(problem, facts, plan);
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));

@@ -5,7 +5,7 @@
 #include "flce.h"
 
 /* flce_choose_dtypes without what gradients need: what a problem's logits and what is saved of them
- * are. plan->save is set. */
+ * are. plan->strategy is set. */
 void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 /* flce_plan_make of a problem that flce_check_problem has accepted. */
 flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,

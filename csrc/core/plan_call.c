@@ -60,11 +60,11 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   FLCE_TRY(flce_check_problem(given));
   flce_problem problem = *given, equal = flce_equal_share(given);
   flce_facts facts = {0};
-  flce_strategy strategy;
+  flce_strategies strategies;
   equal.save = flce_known_strategy(given);
   FLCE_TRY(ask_facts(backend, &equal, &facts));
-  flce_choose_strategy(&equal, &facts, &strategy);
-  problem.save = equal.save = flce_strategy_of(&strategy, problem.shape.rows);
+  flce_choose_strategies(&equal, &facts, &strategies);
+  problem.save = equal.save = flce_strategy_of(&strategies, problem.shape.rows);
   FLCE_TRY(flce_check_save(&problem));
   if (!flce_is_sharded(given)) return make_with_teacher(backend, &problem, &facts, plan);
   equal.derived.gathers = facts.skips_rows;
@@ -110,7 +110,7 @@ static flce_status plan_two_calls(const flce_backend* backend, const flce_proble
   backward.reduction = FLCE_SUM;
   FLCE_TRY(flce_plan_call(backend, &forward, plan));
   FLCE_TRY(flce_plan_call(backend, &backward, &second));
-  plan->save = FLCE_SAVE_STATS;
+  plan->strategy = FLCE_SAVE_STATS;
   plan->sampled_time = second.sampled_time;
   replace_backward(&second, FLCE_IN_FORWARD, plan);
   for (int id = 0; id < FLCE_COLLECTIVES; id++) {
@@ -126,10 +126,10 @@ flce_status flce_plan_step(const flce_backend* backend, const flce_problem* give
   bool later = given->save == FLCE_SAVE_STATS || given->reduction == FLCE_NONE;
   if (given->divergence.teacher && wants && later) return plan_two_calls(backend, given, plan);
   FLCE_TRY(flce_plan_call(backend, given, plan));
-  if (!given->wants.class_gradient || !flce_has_backward(plan->save)) return FLCE_OK;
+  if (!given->wants.class_gradient || !flce_has_backward(plan->strategy)) return FLCE_OK;
   flce_problem backward = *given;
   flce_plan second;
-  backward.save = plan->save;
+  backward.save = plan->strategy;
   backward.backward.has_grad_classes = true;
   FLCE_TRY(flce_plan_call(backend, &backward, &second));
   replace_backward(&second, FLCE_IN_BACKWARD, plan);

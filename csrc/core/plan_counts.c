@@ -8,10 +8,10 @@
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->shape.vocab, plan->dw_block_rows) : 1;
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
-  bool grads = plan->save == FLCE_SAVE_GRADS;
+  bool grads = plan->strategy == FLCE_SAVE_GRADS;
   int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
   plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
-  int64_t logits = plan->save == FLCE_SAVE_STATS && makes_gradients(problem) ? 1 : 0;
+  int64_t logits = plan->strategy == FLCE_SAVE_STATS && makes_gradients(problem, plan) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
 }
 
@@ -20,9 +20,9 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   plan->ranks = flce_is_sharded(problem) ? problem->shard.ranks : 1;
   if (plan->ranks == 1) return;
   int64_t others = problem->shard.ranks - 1;
-  bool gradients = makes_gradients(problem), grads = plan->save == FLCE_SAVE_GRADS;
+  bool gradients = makes_gradients(problem, plan), grads = plan->strategy == FLCE_SAVE_GRADS;
   if (problem->shard.input_is_sharded) {
-    int64_t backward = flce_has_backward(plan->save) && backward_reads_input(problem);
+    int64_t backward = flce_has_backward(plan->strategy) && backward_reads_input(problem, plan);
     int64_t x =
         flce_input_rows(problem) * problem->shape.hidden * flce_size_of(problem->dtypes.input);
     const flce_problem* teacher = problem->divergence.teacher; /* gathers its own */
@@ -31,7 +31,7 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
-  bool each_chunk = plan->save == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
+  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
   int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
   if (plan->compares) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;

@@ -4,18 +4,18 @@
 
 #include "core/chunks.h"
 
-static inline bool makes_gradients(const flce_problem* problem) {
-  return problem->save != FLCE_SAVE_NOTHING &&
+static inline bool makes_gradients(const flce_problem* problem, const flce_plan* plan) {
+  return plan->strategy != FLCE_SAVE_NOTHING &&
          (problem->wants.grad_input || problem->wants.grad_weight || problem->wants.grad_bias);
 }
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
-  bool keeps_nothing = plan->save == FLCE_SAVE_NOTHING || plan->save == FLCE_SAVE_STATS;
+  bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || plan->strategy == FLCE_SAVE_STATS;
   return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
 }
 /* True if gradients are sums over lists, not GEMMs. */
 static inline bool draws_samples(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_SAMPLES || plan->draws;
+  return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws;
 }
 /* True if a chunk's rows of x are copied before the logits GEMM reads them. */
 static inline bool copies_logits_input(const flce_plan* plan) {
@@ -37,8 +37,8 @@ static inline int64_t summed_elements(const flce_problem* problem) {
   return ceil_div(problem->shape.tokens, problem->shard.ranks) * problem->shape.hidden;
 }
 /* Whether a backward reads x: for dW and db, or to compute the logits again. */
-static inline bool backward_reads_input(const flce_problem* problem) {
-  return problem->wants.grad_weight || problem->save == FLCE_SAVE_STATS;
+static inline bool backward_reads_input(const flce_problem* problem, const flce_plan* plan) {
+  return problem->wants.grad_weight || plan->strategy == FLCE_SAVE_STATS;
 }
 /* The factor of E where it is saved in float16. c is then the row's largest l, so the largest entry
  * is 2^15, and entries down to 2^-29 of it keep their full precision. */

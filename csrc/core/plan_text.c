@@ -47,9 +47,9 @@ static void append(char* text, int64_t size, int64_t* used, const char* format, 
 }
 
 /* The strategy and the dtypes, six texts. */
-#define FLCE_PLAN_WORDS(plan)                                             \
-  flce_save_name(plan->save), plan->form == FLCE_FORM_EXP ? "exp" : "dz", \
-      plan->fuses_rows ? "fused" : "gemm", flce_dtype_name(plan->dtype),  \
+#define FLCE_PLAN_WORDS(plan)                                                 \
+  flce_save_name(plan->strategy), plan->form == FLCE_FORM_EXP ? "exp" : "dz", \
+      plan->fuses_rows ? "fused" : "gemm", flce_dtype_name(plan->dtype),      \
       flce_dtype_name(plan->z_dtype), flce_dtype_name(plan->accum_dtype)
 
 int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
@@ -62,7 +62,7 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
          (long long)plan->backward_chunk_rows, (long long)plan->backward_chunks);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld sampled_time=%.3g\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms, plan->sampled_time);
-  if (plan->save == FLCE_SAVE_STATS)
+  if (plan->strategy == FLCE_SAVE_STATS)
     append(text, size, &used, "the backward computes the logits again\n");
   append(text, size, &used, "forward_peak_bytes=%lld backward_peak_bytes=%lld peak_bytes=%lld\n",
          (long long)plan->forward_peak_bytes, (long long)plan->backward_peak_bytes,

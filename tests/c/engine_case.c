@@ -293,7 +293,7 @@ void open_backward(const flce_backend* b, const setting* s, const model* m, run*
   r->t.grad_output = m->grad_output;
   r->t.grad_lse = s->upstream ? m->grad_lse : NULL;
   r->t.grad_entropy = r->problem.wants.entropy_gradient ? m->grad_entropy : NULL;
-  if (!flce_has_backward(r->plan.save)) return;
+  if (!flce_has_backward(r->plan.strategy)) return;
   int64_t forward_gemms = r->plan.forward_gemms;
   r->problem.backward.has_grad_entropy = r->problem.wants.entropy_gradient;
   r->problem.backward.consumes_saved = s->consumes;
@@ -305,9 +305,9 @@ void open_backward(const flce_backend* b, const setting* s, const model* m, run*
 
 static void run_backward(const flce_backend* b, const setting* s, const model* m, run* r) {
   open_backward(b, s, m, r);
-  if (r->plan.save == FLCE_SAVE_GRADS) {
+  if (r->plan.strategy == FLCE_SAVE_GRADS) {
     scale_gradients(b, s, r, m->grad_output);
-  } else if (r->plan.save != FLCE_SAVE_NOTHING) {
+  } else if (r->plan.strategy != FLCE_SAVE_NOTHING) {
     int64_t before = flce_gemm_count();
     r->status = flce_backward(b, s->comm, &r->problem, &r->plan, &r->t);
     CHECK(r->status == FLCE_OK, "backward: %s", flce_last_error());
@@ -427,7 +427,7 @@ void compare(const setting* s, const run* r, const char* name, const void* actua
 /* Zeros follow the columns of the saved tensor. */
 static void check_padding(const setting* s, const run* r, const char* text) {
   const flce_plan* plan = &r->plan;
-  if (plan->save != FLCE_SAVE_LOGITS) return;
+  if (plan->strategy != FLCE_SAVE_LOGITS) return;
   bool zeros = true;
   for (int64_t i = 0; i < plan->rows; i++)
     for (int64_t j = s->problem.shape.vocab; j < plan->saved_pitch; j++)
@@ -438,7 +438,7 @@ static void check_padding(const setting* s, const run* r, const char* text) {
 void check_run(const setting* s, const model* m, const run* r) {
   const flce_problem* p = &s->problem;
   const flce_plan* plan = &r->plan;
-  bool none = p->reduction == FLCE_NONE, gradients = plan->save != FLCE_SAVE_NOTHING;
+  bool none = p->reduction == FLCE_NONE, gradients = plan->strategy != FLCE_SAVE_NOTHING;
   char text[600];
   describe(s, r, text, sizeof text);
   check_padding(s, r, text);

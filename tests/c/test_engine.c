@@ -322,7 +322,7 @@ static void test_cross_entropy(void) {
       flce_cpu cpu = test_cpu(1);
       flce_backend b;
       flce_cpu_backend(&cpu, &b);
-      run r = {.plan = {.dtype = s.problem.dtypes.gemm, .save = FLCE_SAVE_NOTHING}};
+      run r = {.plan = {.dtype = s.problem.dtypes.gemm, .strategy = FLCE_SAVE_NOTHING}};
       size_t scratch = (size_t)flce_cross_entropy_workspace_bytes(&s.problem);
       r.t = (flce_tensors){.input = m.x,
                            .target = m.target,
@@ -544,7 +544,7 @@ static void test_refusals(void) {
         "a target out of range gives %s", flce_status_name(status));
   CHECK(strstr(flce_last_error(), "target[4] is 67: expected 0 <= target < 67"), "the sentence: %s",
         flce_last_error());
-  plan.save = FLCE_SAVE_AUTO;
+  plan.strategy = FLCE_SAVE_AUTO;
   CHECK(flce_forward(&b, NULL, &s.problem, &plan, &t) == FLCE_INVALID_ARGUMENT &&
             strstr(flce_last_error(), "plan: expected a strategy in save, got 5"),
         "a plan without a strategy: %s", flce_last_error());

@@ -251,9 +251,9 @@ static flce_status backward(const flce_backend* b, const setting* s, const model
   if (with_classes) r->t.grad_classes = r->t.class_logits;
   if (r->problem.backward.has_grad_tail)
     r->t.grad_tail = r->t.class_logits; /* as many zeros, at least */
-  if (flce_has_backward(r->plan.save))
+  if (flce_has_backward(r->plan.strategy))
     return flce_backward(b, s->comm, &r->problem, &r->plan, &r->t);
-  if (r->plan.save != FLCE_SAVE_GRADS) return FLCE_OK;
+  if (r->plan.strategy != FLCE_SAVE_GRADS) return FLCE_OK;
   const flce_plan* plan = &r->plan;
   const flce_scaled grad = {r->t.grad_bias, r->t.grad_bias, plan->grad_bias_dtype,
                             plan->grad_bias_dtype, s->problem.shape.weight_rows};

@@ -181,7 +181,7 @@ static void test_strategy_of_the_plan(void) {
   s.problem.sampling.wanted = true, s.problem.save = FLCE_SAVE_AUTO;
   model m = make_model(&s);
   run r = run_all(&s, &m, 1);
-  CHECK(r.plan.save == FLCE_SAVE_SAMPLES && r.problem.save == FLCE_SAVE_AUTO, "the strategies");
+  CHECK(r.plan.strategy == FLCE_SAVE_SAMPLES && r.problem.save == FLCE_SAVE_AUTO, "the strategies");
   check_run(&s, &m, &r);
   free_run(&r);
   free_model(&m);

@@ -28,7 +28,7 @@ static flce_plan plan_of(const flce_problem* p, const flce_facts* facts) {
 }
 
 static int64_t chunks_of(const flce_plan* plan) {
-  return plan->save == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
+  return plan->strategy == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
 }
 
 /* The default is the stat dtype from FLCE_WIDE_SUM_CHUNKS chunks on, wherever dW is made; a dtype
@@ -168,7 +168,7 @@ static void test_ranks(void) {
         flce_plan a = plan_of_rank(0, first, (flce_save)save, chunks * ROWS_OF_A_CHUNK);
         flce_plan b = plan_of_rank(1, 100 - first, (flce_save)save, chunks * ROWS_OF_A_CHUNK);
         CHECK(a.accum_dtype == expected && b.accum_dtype == expected,
-              "%s, %lld and %lld chunks, %lld classes: %s and %s", flce_save_name(a.save),
+              "%s, %lld and %lld chunks, %lld classes: %s and %s", flce_save_name(a.strategy),
               (long long)chunks_of(&a), (long long)chunks_of(&b), (long long)first,
               flce_dtype_name(a.accum_dtype), flce_dtype_name(b.accum_dtype));
       }
