@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import flce
 from flce import reference
+from harness import elements
 from harness.pairs import covering_rows, pairwise  # noqa: F401  cases.pairwise in the tests
 
 SAVES = ("logits", "grads", "stats")
@@ -162,15 +163,9 @@ class Yardstick:
     """
 
     def __init__(
-        self,
-        case,
-        *,
-        wants=GRADIENTS,
-        grad_output=None,
-        upstream=None,
-        logits_dtype=None,
+        self, case, *, wants=GRADIENTS, grad_output=None, upstream=None, logits_dtype=None,
         cancels=False,
-    ):
+    ):  # fmt: skip
         self.case = case
         self.wide = wide = case.to(torch.float64)
         upstream = {"loss": grad_output} if upstream is None else upstream
@@ -180,6 +175,7 @@ class Yardstick:
             function = reference.linear_cross_entropy
         self.truth = outcome(function, wide, **call)
         self.eager = outcome(function, case, **call)
+        self.elements = elements.bounds_of(case, upstream)
         self.logit_error = _logit_error(case, wide, logits_dtype)
         # Absolute errors allowed for a row (or element) of a tensor, whatever its size.
         self.granted = _truth_errors(wide, upstream)
@@ -206,6 +202,7 @@ class Yardstick:
                 continue
             self._check_tensor(where, name, value)
             self._check_rows(where, name, value)
+            elements.check(where, value, truth, self.elements.get(name))
 
     def _dtype_of(self, name):
         if name == "predictions":

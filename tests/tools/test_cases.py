@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import flce
 from harness import cases
 
 SIZES = [(2, 2), (4, 9, 3, 2, 3), (1, 5, 1, 4), (2, 2, 2, 2, 2, 2, 2), (3, 12, 12)]
@@ -40,3 +41,20 @@ def test_the_truth_in_chunks_is_torchs(soft):
     assert made.keys() == {"loss", *expected}
     for name, value in {"loss": rows.detach(), **expected}.items():
         assert (made[name] - value).norm() <= 1e-14 * (1.0 + value.norm())
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}])
+def test_one_wrong_element_is_found(options):
+    """In float64, where the norm of the error is far within its bound."""
+    case = cases.make_case(20, 16, 300, dtype=torch.float64, bias=True).with_options(**options)
+    yardstick = cases.Yardstick(case)
+    for name in (None, *cases.GRADIENTS, "loss"):
+        made = cases.outcome(flce.linear_cross_entropy, case)
+        if name is None:
+            yardstick.check(made)
+            continue
+        change = 2e-13 * made[name].norm()
+        made[name].view(-1)[made[name].numel() // 2] += change
+        assert change <= 0.5 * cases.FLOORS[torch.float64][0] * yardstick.truth[name].norm()
+        with pytest.raises(AssertionError, match=f"^{name} : 1 of .* elements"):
+            yardstick.check(made)
