@@ -2,7 +2,7 @@
 
 In float64 it is the ground truth of the tests; in the dtype of a call it is the eager result whose
 error sets the tolerance. It holds all N x V logits and uses none of the shortcuts that it checks.
-Gradients are autograd's: with gradient="sampled" they are what flce's estimate on average.
+Gradients are autograd's, exact ones also where flce is asked for an estimate of them (sampled).
 Arguments have the shapes and dtypes of flce's functions of the same names.
 
 >>> operands = torch.randn(5, 8), torch.randn(16, 8), torch.arange(5)

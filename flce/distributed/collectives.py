@@ -155,7 +155,9 @@ def _is_of_torch(error):
     raised while a collective ran, which may have any class."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
-    return isinstance(error, RuntimeError) and f"{module}.".startswith(("torch.", f"{__name__}."))
+    # The last one of Python: these two call torch's functions of C++.
+    callers = "torch.", f"{__name__}.", f"{torch_private.__name__}."
+    return isinstance(error, RuntimeError) and f"{module}.".startswith(callers)
 
 
 def pending_error(text):

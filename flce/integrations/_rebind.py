@@ -7,7 +7,7 @@ import sys
 
 from typing_extensions import Self
 
-from flce import torch_private
+from flce.torch_private import call_while_tracing
 from flce.validate import refuse
 
 _calls = collections.defaultdict(collections.Counter)
@@ -20,7 +20,7 @@ def is_ours(package, serves=True):
 
 
 # Traced, it would be compiled again for each value of the count.
-torch_private.call_while_tracing(is_ours)
+call_while_tracing(is_ours)
 
 
 def parameters_of(function):
