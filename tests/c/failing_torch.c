@@ -1,7 +1,7 @@
-/* Preloaded (LD_PRELOAD) into a process of tests/core/test_faults.py. The allocations of torch's CPU
- * allocator and the GEMMs that the binding asks torch for are counted, the one numbered `fails_at`
- * fails, and what has not been freed is known. Only the allocator's library is watched: others,
- * such as oneDNN, which aborts where it gets no memory, allocate by the same function. */
+/* Preloaded (LD_PRELOAD) into a process of tests/core/test_faults.py. The allocations of torch's
+ * CPU allocator and the GEMMs that the binding asks torch for are counted, the one numbered
+ * `fails_at` fails, and what has not been freed is known. Only the allocator's library is watched:
+ * others, such as oneDNN, which aborts where it gets no memory, allocate by the same function. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
