@@ -8,7 +8,7 @@
  * upstream gradient of a row. Matrices are row-major; a "pitch" is the number of ELEMENTS between
  * rows (the leading dimension).
  *
- * Flow: flce_plan_make() decides everything that follows from sizes, without side effects. The
+ * Flow: flce_plan_call() decides everything that follows from sizes, without side effects. The
  * caller allocates the buffers that the plan lists. flce_forward() and flce_backward() then run one
  * loop over chunks of rows, which calls the functions of a backend's table (backend.h).
  */
@@ -314,11 +314,11 @@ typedef struct flce_tensors {
    * read. */
   const struct flce_tensors* teacher;
   void* loss; /* [1], or [N] for FLCE_NONE; stat dtype */
-  /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. Not accessed
-   * unless the plan keeps_statistics. */
+  /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. NULL is
+   * allowed unless the plan keeps_statistics: they are then in the workspace. */
   void* stats;
-  /* [FLCE_SCALAR_COUNT] stat dtype. Written by the forward, read by the backward. Not accessed
-   * unless the plan keeps_statistics. */
+  /* [FLCE_SCALAR_COUNT] stat dtype. Written by the forward, read by the backward. NULL is
+   * allowed unless the plan keeps_statistics: they are then in the workspace. */
   void* scalars;
   /* [rows][saved_pitch]. With save=logits and save=samples written by the forward, read by the
    * backward. */
@@ -335,8 +335,8 @@ typedef struct flce_tensors {
   /* [flce_input_rows()][H] plan->grad_input_dtype. Written by the forward for save=grads, else by
    * the backward. */
   void* grad_input;
-  /* [shape.weight_rows][H] plan->grad_weight_dtype. Written when grad_input is; with
-   * backward.adds_grad_weight dW is added to its contents. */
+  /* [shape.weight_rows][flce_grad_weight_cols()] plan->grad_weight_dtype. Written when grad_input
+   * is; with backward.adds_grad_weight dW is added to its contents. */
   void* grad_weight;
   void* grad_bias; /* [shape.weight_rows] plan->grad_bias_dtype; written when grad_input is */
   const void* grad_output;  /* backward: [1], or [N] for FLCE_NONE; stat dtype */

@@ -7,9 +7,10 @@
 
 #include "flce.h"
 
-/* The curves by which options cap the logits: odd, bounded by 1, of slope 1 at 0. They and their
- * slopes are computed by cap_logits of cpu/rows_general.c, for single values by flce_capped below,
- * and by capped and cap_slope of cuda/rows/row.cuh. */
+/* The curves by which options cap the logits: odd, bounded by 1, of slope 1 at 0, with slopes that
+ * are functions of their values. They and their slopes are computed by cap_logits of
+ * cpu/rows_general.c, for single values by flce_capped below, and by capped and cap_slope of
+ * cuda/rows/row.cuh. */
 typedef enum flce_curve { FLCE_LINE, FLCE_TANH } flce_curve;
 
 /* l = outer_scale curve(inner_scale z); FLCE_LINE leaves its argument as it is. */

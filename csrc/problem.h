@@ -1,5 +1,5 @@
-/* What flce_plan_make() takes: the problem of a call and the facts of a device; with the dtypes and
- * the statuses that everything uses. */
+/* What flce_plan_call() and flce_plan_make() take: the problem of a call and the facts of a device;
+ * with the dtypes and the statuses that everything uses. */
 #ifndef FLCE_PROBLEM_H
 #define FLCE_PROBLEM_H
 

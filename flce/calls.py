@@ -108,8 +108,9 @@ DIFFERENTIABLE = ("loss", "stats", "class_logits")
 
 class ForwardOutputs(typing.NamedTuple):
     """stats: (operators.STATS, rows), its rows by operators.STAT_...; scalars: by SCALAR_...;
-    saved: exp(logits) or the samples, for the backward; grad_...: with save="grads"; class_logits:
-    of `classes`, or of the top_classes, the candidates for the topk largest logits."""
+    saved: E or z of the logits (csrc/flce.h), or the samples, for the backward; grad_...: with
+    save="grads"; class_logits: of `classes`, or of the top_classes, the candidates for the topk
+    largest logits."""
 
     loss: torch.Tensor
     stats: Optional = None
@@ -129,7 +130,8 @@ class ForwardOutputs(typing.NamedTuple):
         return self._replace(loss=loss, **dict(zip(DIFFERENTIABLE[1:], others, strict=False)))
 
     def strategy(self):
-        """What "auto" became, by the outputs that each strategy alone has: all of flce_save."""
+        """What "auto" became, by the outputs of each strategy, in this order: statistics may be
+        outputs of all of them."""
         if self.saved is not None:
             return "samples" if self.saved.dtype == torch.int32 else "logits"
         if any(grad is not None for grad in (self.grad_input, self.grad_weight, self.grad_bias)):

@@ -31,7 +31,7 @@ typedef struct chunk_loop {
   int64_t hidden;         /* the plan's */
   flce_dtype accum_dtype; /* in which dW is summed over chunks */
   int64_t max_memory;     /* bytes of all rows of a chunk */
-  bool saves_memory;      /* as flce_problem's: chunks may be smaller than fits */
+  bool saves_memory;      /* whether chunks may be smaller than fits: with the default bound */
   int64_t row_bytes;      /* bytes that a row of a chunk takes of max_memory */
   int64_t logits_bytes;   /* of a row of logits alone, of which max_memory has to hold one */
   int64_t max_rows;       /* upper bound of a chunk's rows, whatever max_memory is; at least 1 */

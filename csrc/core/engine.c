@@ -188,7 +188,7 @@ static flce_status forward(const execution* e) {
   switch (plan->strategy) {
     case FLCE_SAVE_NOTHING:
       return plan->compares ? forward_divergence(e) : forward_loss_only(e);
-    case FLCE_SAVE_STATS: /* of a divergence: its backward is another call, with save=grads */
+    case FLCE_SAVE_STATS: /* a divergence with it makes no gradients, as with FLCE_SAVE_NOTHING */
       return plan->compares ? forward_divergence(e) : forward_stats(e);
     case FLCE_SAVE_LOGITS:
       return forward_logits(e);
@@ -310,7 +310,7 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
   }
   flce_status status = flce_close_shard(&e, open_forward(&e, &teacher));
-  return flce_close_shard(&teacher.own, status);
+  return flce_close_shard(&teacher.own, status); /* without a teacher nothing is open there */
 }
 
 flce_status flce_check_backward(const flce_plan* plan) {

@@ -129,7 +129,8 @@ static inline flce_upstream upstream_of(const execution* e) {
                          .entropy_in_target = e->plan && e->plan->strategy == FLCE_SAVE_SAMPLES};
 }
 
-/* A buffer of this pass's workspace; NULL where the plan has none. */
+/* A buffer of this pass's workspace; NULL where the plan has none in this pass. Steps rely on it: a
+ * sum or an order that nothing of the call reads has no buffer. */
 static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
   const flce_buffer* b = &e->plan->buffers[id];
   bool exists = (b->lifetime & e->pass) && b->offset >= 0;

@@ -58,6 +58,7 @@ static flce_status make_with_teacher(const flce_backend* backend, const flce_pro
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
                            flce_plan* plan) {
   FLCE_TRY(flce_check_problem(given));
+  /* equal: without ranks the problem itself */
   flce_problem problem = *given, equal = flce_equal_share(given);
   flce_facts facts = {0};
   flce_strategies strategies;

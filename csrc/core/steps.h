@@ -1,8 +1,8 @@
 /* The steps that the strategies of engine.c are made of: here those that forwards and backwards
  * share; forward_steps.h and backward_steps.h have the others, each in the order of a call. A step
  * keeps its choice between fused and separate kernels, of what bias, softcap or float16 need, and
- * of a rank without a class; it knows the plan, and not the strategy. The steps of gradients are in
- * gradients.h, those of sampled ones in samples.h, those between ranks in shards.h, those of a
+ * of a rank without a class; which steps a strategy has is engine.c's. The steps of gradients are
+ * in gradients.h, those of sampled ones in samples.h, those between ranks in shards.h, those of a
  * divergence in teacher.h. */
 #ifndef FLCE_STEPS_H
 #define FLCE_STEPS_H
