@@ -131,7 +131,7 @@ def check_options(options, rows, **sizes):
 def _call_options(packed, of_call, comparison, rows, first_token):
     """The calls.CallOptions with the values of a packing.OfCall and a packing.Comparison."""
     integers, numbers = packed.integers(of_call), packed.numbers
-    if comparison.divergence is not None:
+    if comparison.divergence:
         numbers = packed.numbers_of(comparison)
     options = calls.CallOptions(packed.valid_vocab, rows, integers, numbers, packed.group)
     return options.replaced(first_token=first_token) if first_token else options
@@ -192,7 +192,7 @@ def linear_cross_entropy_of(
         traced=is_traced(),
         class_gradient=has_class_logits,
         allow_tf32=input.is_cuda and input.dtype is torch.float32 and _tf32_is_on(),
-        divergence=comparison.code(),
+        divergence=comparison.divergence,
     )
     rows = _rows(packed, target)
     call = calls.ForwardCall(

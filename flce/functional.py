@@ -165,6 +165,10 @@ def with_torch_options(linear_weight, options):
 def _schema_options(operands, options):
     """The options that torch.ops.flce's operators take, converted to the types of their schemas."""
     in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
+    if (
+        "divergence" in in_schema
+    ):  # a schema takes a tensor for a number, and refuses in other words
+        packing.split_comparison(in_schema)
     for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):
             if option in _OF_ROWS:  # a traced value cannot become a number

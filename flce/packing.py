@@ -21,6 +21,7 @@ from .options import (
     OF_TEACHER,
     OPTIONS,
     RETURNS,
+    TEACHER_OPTIONS,
     Attribute,
     Save,
     Wanted,
@@ -162,23 +163,16 @@ class Shard(typing.NamedTuple):
 
 
 class Comparison(typing.NamedTuple):
-    """The arguments of flce.linear_divergence of these names, but teacher_softcap is 0.0 for None.
-    divergence: None in the call of a loss, which has no teacher."""
+    """How a divergence compares a student with its teacher. divergence: one of flce_divergence of
+    csrc/problem.h, 0 in the call of a loss. The numbers are the arguments of flce.linear_divergence
+    of these names, but teacher_softcap is 0.0 for None."""
 
-    divergence: str | None
+    divergence: int
     beta: float
     hard_weight: float
     teacher_softcap: float
     teacher_logit_scale: float
     teacher_temperature: float
-
-    def code(self):
-        """Its flce_divergence."""
-        if self.divergence is None:
-            return 0
-        if self.divergence not in DIVERGENCES:
-            refuse("divergence", f"one of {DIVERGENCES}", repr(self.divergence))
-        return 1 + DIVERGENCES.index(self.divergence)
 
     def numbers(self):
         """Its numbers by their names in the operators' list."""
@@ -191,6 +185,7 @@ NO_SHARD = Shard()
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
 _LOSS_NUMBERS = tuple(name for name in NUMBERS if name not in Comparison._fields)
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
+_TENSORS_OF_TEACHER = [name for name, o in TEACHER_OPTIONS.items() if o.schema == "Tensor?"]
 # The options that an operator takes in its lists, or that say what else the call does.
 _PACKED = {k: v for k, v in defaults().items() if k not in TENSORS | {"options"}}
 
@@ -342,7 +337,7 @@ def _comparison(divergence, options):
     return Comparison(divergence, **numbers)
 
 
-NO_COMPARISON = _comparison(None, OF_TEACHER)
+NO_COMPARISON = _comparison(0, OF_TEACHER)
 _DEFAULT = Packed(_PACKED)
 
 
@@ -375,9 +370,20 @@ def split_comparison(options):
     the student."""
     of_teacher = {name: options.get(name, default) for name, default in OF_TEACHER.items()}
     of_student = {name: value for name, value in options.items() if name not in OF_TEACHER}
-    tensors = {name: value for name, value in of_teacher.items() if isinstance(value, torch.Tensor)}
-    numbers = {**of_teacher, **{name: OF_TEACHER[name] for name in tensors}}
-    return _comparison(of_teacher["divergence"], numbers), tensors, of_student
+    tensors = {name: of_teacher.pop(name) for name in _TENSORS_OF_TEACHER}
+    temperature = of_teacher["teacher_temperature"]
+    if isinstance(temperature, torch.Tensor):  # of each row, in place of the number
+        tensors["teacher_temperature"] = temperature
+        of_teacher["teacher_temperature"] = OF_TEACHER["teacher_temperature"]
+    code = divergence_code(of_teacher["divergence"])
+    return _comparison(code, of_teacher), tensors, of_student
+
+
+def divergence_code(divergence):
+    """The flce_divergence of that name."""
+    if divergence not in DIVERGENCES:
+        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+    return 1 + DIVERGENCES.index(divergence)
 
 
 def _split_scalar(name, value, tensors, items):

@@ -9,7 +9,7 @@ import torch
 
 from .. import class_losses, functional, validate
 from ..options import OF_DIVERGENCE, check_names
-from ..packing import code_of, ignore_index_of
+from ..packing import code_of, divergence_code, ignore_index_of
 
 Tail = Literal["class", "renormalize"]
 TAILS = typing.get_args(Tail)
@@ -56,8 +56,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     caller = {"call": "linear_divergence of K classes", "ids": ids, "teacher_logits": logprobs}
     caller |= {"divergence": divergence, "beta": beta, "tail": tail, **options}
     options = dict(options)
-    if divergence not in DEFINITIONS:
-        validate.refuse("divergence", f"one of {tuple(DEFINITIONS)}", repr(divergence))
+    divergence_code(divergence)  # refuses what is none
     if tail not in TAILS:
         validate.refuse("tail", f"one of {TAILS}", repr(tail))
     if not 0.0 < validate.check_number("beta", beta) < 1.0:

@@ -44,6 +44,14 @@ def whole(*shape, **options):
 # The argument that is refused, and what changes in a good call: its value, or several.
 BAD = [
     ("divergence", "tvd"),
+    ("divergence", None),
+    ("divergence", few(divergence=None)),
+    # A tensor is no number, and must not be left out.
+    ("beta", torch.tensor(0.3)),
+    ("hard_weight", torch.tensor(0.5)),
+    ("teacher_softcap", torch.tensor(3.0)),
+    ("teacher_logit_scale", torch.tensor(2.0)),
+    ("teacher_temperature", "2"),
     ("beta", 1.0),
     ("hard_weight", 1.5),
     ("teacher_softcap", -1.0),
@@ -86,6 +94,22 @@ def test_a_temperature_on_the_cpu_is_checked(device):
 def test_refusals_name_the_argument(device, name, change):
     change = change if isinstance(change, dict) else {name: change}
     refused(device, change, f"^{name}: expected")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("divergence", None), ("divergence", "tvd"), ("beta", torch.tensor(0.3)), ("beta", "0.5"),
+     ("teacher_softcap", 0.0), ("teacher_temperature", "2")],
+)  # fmt: skip
+def test_what_the_operators_schema_would_take_or_word_is_refused_before_it(device, name, value):
+    """The operator is called where a call is traced or transformed."""
+    options = good(device) | {name: value}
+
+    def loss(x):
+        return flce.linear_divergence(**{**options, "input": x})
+
+    with pytest.raises(REFUSED, match=f"^{name}: expected"):
+        torch.func.grad(loss)(options["input"].detach())
 
 
 @pytest.mark.parametrize(
