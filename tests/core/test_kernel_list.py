@@ -1,21 +1,14 @@
 """A kernel is complete: the steps of "Add a kernel" in CONTRIBUTING.md, for each function of the
-backend table (csrc/backend.h) and for each buffer of a plan (csrc/flce.h). That a function is in
-the table's list, and that both backends define it in files of one name, is held by
-test_layout.py. A test is named after its step."""
+backend table (csrc/backend.h) and for each buffer of a plan (csrc/flce.h). test_layout.py checks
+that a function is in the table's list and that both backends define it in files of one name. A test
+is named after its step."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def text_of(*patterns):
-    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    assert paths, patterns
-    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
-
+from harness import ROOT
+from harness.layout import text_of, without_comments
 
 TABLE = text_of("csrc/backend.h")
 FUNCTIONS = re.findall(r"^  flce_status \(\*(\w+)\)\(void\* self", TABLE, re.MULTILINE)
@@ -28,7 +21,7 @@ CORE = text_of("csrc/core/*.[ch]")
 BUFFERS = re.search(
     r"enum flce_buffer_id \{(.*?)\n\} flce_buffer_id;", text_of("csrc/flce.h"), re.S
 )
-BUFFERS = re.findall(r"\b(FLCE_BUF_\w+)\b(?=,)", re.sub(r"/\*.*?\*/", "", BUFFERS[1], flags=re.S))
+BUFFERS = re.findall(r"\b(FLCE_BUF_\w+)\b(?=,)", without_comments(BUFFERS[1]))
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 every_buffer = pytest.mark.parametrize("buffer", BUFFERS)
 

@@ -4,7 +4,6 @@ its step."""
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +12,16 @@ import flce
 from flce import chunked_loss, modules, options, outputs
 from flce.options import LOGIT_OPTIONS, OPTIONS, RETURNS, TEACHER_OPTIONS, defaults
 from flce.packing import INTEGERS, LAYOUT, NUMBERS, Comparison
+from harness.layout import text_of, without_comments
 
-ROOT = Path(__file__).parents[2]
 
-
-def text_of(*patterns):
-    """Of all files of these patterns; comments of C are left out."""
-    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    assert paths, patterns
-    texts = [path.read_text(encoding="utf-8") for path in paths]
-    return re.sub(r"/\*.*?\*/", "", "\n".join(texts), flags=re.DOTALL)
+def code_of(*patterns):
+    """Of all files of these patterns, without the comments of C."""
+    return without_comments(text_of(*patterns))
 
 
 LIST = re.search(
-    r"^#define FLCE_LOSS_NUMBERS\(X\)(.*(?:\n  .*)*)", text_of("csrc/problem.h"), re.MULTILINE
+    r"^#define FLCE_LOSS_NUMBERS\(X\)(.*(?:\n  .*)*)", code_of("csrc/problem.h"), re.MULTILINE
 )[1]
 ROWS = dict(re.findall(r'X\((\w+), .+?, "(.+?)"\)', LIST))
 # A value other than the default for each row: a new one needs its line here.
@@ -66,7 +61,7 @@ def test_3_its_row_in_the_list():
     library has been built from the list, and with the layout of packing.py."""
     numbers = {name for name, row in OPTIONS.items() if row.schema in ("float", "float?")}
     assert numbers - {"gradient_eps"} == {*ROWS} and NUMBERS[: len(ROWS)] == tuple(ROWS)
-    assert re.findall(r"kLayout = (\d+);", text_of("csrc/binding/options.h")) == [str(LAYOUT)]
+    assert re.findall(r"kLayout = (\d+);", code_of("csrc/binding/options.h")) == [str(LAYOUT)]
 
 
 def operands():
@@ -99,9 +94,9 @@ def test_4_its_definition(name):
 def test_5_the_core_or_both_backends_read_it(name):
     """csrc/loss.h has what follows from it for both, or each backend reads it itself."""
     reads = re.compile(rf"(?:->|\.){name}\b")
-    of_both = reads.search(text_of("csrc/loss.h"))
+    of_both = reads.search(code_of("csrc/loss.h"))
     for folder in ("csrc/cpu/*.[ch]", "csrc/cuda/*/*.cu*"):
-        assert of_both or reads.search(text_of(folder)), folder
+        assert of_both or reads.search(code_of(folder)), folder
 
 
 @every_row
@@ -119,8 +114,8 @@ def test_6_that_of_a_teacher(name):
     own = f"teacher_{name}"
     assert own in TEACHER_OPTIONS and own in Comparison._fields and own in NUMBERS
     assert own in inspect.signature(flce.linear_divergence).parameters
-    assert f"NumberSlot::{own}" in text_of("csrc/binding/options.cpp")
-    assert f"loss.{name} = options.teacher.{name}" in text_of("csrc/binding/call.cpp")
+    assert f"NumberSlot::{own}" in code_of("csrc/binding/options.cpp")
+    assert f"loss.{name} = options.teacher.{name}" in code_of("csrc/binding/call.cpp")
 
 
 @every_row
@@ -147,12 +142,12 @@ def test_6_chunks_of_linear_loss(name, monkeypatch):
 
 @every_row
 def test_7_its_pages_and_tests(name):
-    page = text_of("docs/semantics.md")
+    page = code_of("docs/semantics.md")
     call = page[page.index("flce.linear_cross_entropy(") : page.index("loss.backward()")]
     assert re.search(rf"\b{name}=", call)
-    assert f"`{name}: expected {ROWS[name]}, got …`" in text_of("docs/errors.md")
-    assert f'"{name}"' in text_of("tests/**/test_properties.py", "tests/**/drawn_options.py")
-    assert re.search(rf"\.{name} = one_in", text_of("tests/c/test_plans.c"))
+    assert f"`{name}: expected {ROWS[name]}, got …`" in code_of("docs/errors.md")
+    assert f'"{name}"' in code_of("tests/**/test_properties.py", "tests/**/drawn_options.py")
+    assert re.search(rf"\.{name} = one_in", code_of("tests/c/test_plans.c"))
 
 
 # ---- an output that a flag asks for ----
@@ -180,7 +175,7 @@ def test_7_an_output(flag):
 
 def test_7_the_statistics_of_a_row():
     """STATS of operators.py is the number of the rows of stats."""
-    rows = re.search(r"enum flce_stat_row \{(.*?)\}", text_of("csrc/*.h"), re.DOTALL)[1]
+    rows = re.search(r"enum flce_stat_row \{(.*?)\}", code_of("csrc/*.h"), re.DOTALL)[1]
     names = re.findall(r"\bFLCE_STAT_\w+", rows)
     assert names.pop() == "FLCE_STAT_ROWS"
     assert len(names) == flce.operators.STATS
@@ -193,7 +188,7 @@ def test_7_the_statistics_of_a_row():
 
 def test_each_slot_is_read():
     """By options.cpp: an option that is packed and not read would do nothing."""
-    text = text_of("csrc/binding/options.cpp").replace("NumberSlot::name", "")
+    text = code_of("csrc/binding/options.cpp").replace("NumberSlot::name", "")
     read = {*re.findall(r"\b(?:IntegerSlot|NumberSlot)::(\w+)", text)} - {"count"}
     assert "FLCE_LOSS_NUMBERS(FLCE_READ)" in text
     assert read == {*INTEGERS, "layout", *NUMBERS} - {*ROWS}

@@ -1,4 +1,6 @@
-"""The folders of csrc."""
+"""The folders of csrc, and the texts of sources."""
+
+import re
 
 from harness import ROOT
 
@@ -21,3 +23,15 @@ MAY_INCLUDE = {
     # A folder for each architecture with GEMMs of its own (csrc/architectures.h).
     "cuda/sm90": {".", "cuda", "cuda/common", "cuda/fused"},
 }
+
+
+def text_of(*patterns):
+    """Of all files of these patterns."""
+    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    assert paths, patterns
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def without_comments(text):
+    """C without its comments."""
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
