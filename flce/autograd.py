@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import threading
+import typing
 
 import torch
 
@@ -23,10 +24,10 @@ def _register_autograd(name, apply, call=None):
     """Registers the operator's kernel for the Autograd key. `apply`: takes the outputs and the
     arguments, as records where `call` is the class of the latter."""
     for op in variants(name):
-        library.impl(op, functools.partial(_differentiable, op, apply, call), "Autograd")
+        library.impl(op, functools.partial(_autograd_kernel, op, apply, call), "Autograd")
 
 
-def _differentiable(op, apply, call, *args):
+def _autograd_kernel(op, apply, call, *args):
     outputs = run(op, *args)
     if not (torch.is_grad_enabled() and torch_private.any_requires_grad(*args)):
         return outputs
@@ -134,30 +135,30 @@ class ScaledGradients(torch.autograd.Function):
         return _scale_saved(ctx, saved, grad_output, _wanted_gradients(ctx))
 
 
+class ExecutedForward(typing.NamedTuple):
+    """A flce::forward that has run. call, outputs: its records. strategy: what "auto" became, or
+    "forward": the backward runs the forward again, which makes the gradients then, as of a
+    divergence. names: of the outputs that get a graph, the first ones of calls.DIFFERENTIABLE.
+    owned: see _set_up. accumulator: accumulate.Accumulator of linear_weight, or None."""
+
+    call: calls.ForwardCall
+    outputs: calls.ForwardOutputs
+    strategy: str
+    names: tuple
+    owned: bool
+    accumulator: typing.Any
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Of a flce::forward whose backward computes gradients, or may have to.
 
     input, linear_weight, linear_bias: what has a gradient; with a frozen linear_weight beside an
-    adapter, the adapter's weight. call, outputs: calls.ForwardCall and ForwardOutputs. strategy:
-    what "auto" became, or "forward": the backward runs the forward again, which makes the gradients
-    then, as of a divergence. names: of the outputs that it returns, the first ones of
-    calls.DIFFERENTIABLE. owned: see _set_up. accumulator: accumulate.Accumulator of linear_weight,
-    or None.
+    adapter, the adapter's weight. record: an ExecutedForward.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        input,
-        linear_weight,
-        linear_bias,
-        call,
-        outputs,
-        strategy,
-        names,
-        owned,
-        accumulator,
-    ):
+    def forward(ctx, input, linear_weight, linear_bias, record):
+        call, outputs, strategy, names, owned, accumulator = record
         _set_up(ctx, outputs, owned, accumulator)
         ctx.options, ctx.strategy = call.options, strategy
         leaves = input, linear_weight, linear_bias
@@ -197,7 +198,7 @@ def _save_call(ctx, leaves, call):
     """Saves a calls.ForwardCall, but for its options, which ctx has. A teacher's tensors may be
     those of inference mode, which autograd refuses to save."""
     ctx.dtypes = _dtypes_of(leaves)
-    tensors = [value if isinstance(value, torch.Tensor) else None for value in calls.flat(call)]
+    tensors = [value if isinstance(value, torch.Tensor) else None for value in call.flat()]
     ctx.unsaved = [
         tensor if tensor is not None and tensor.is_inference() else None for tensor in tensors
     ]
@@ -254,12 +255,8 @@ def _wanted_gradients(ctx):
     schedules that compute the gradients of inputs and of weights apart."""
     if _nested.wants_all:
         return tuple(ctx.needs_input_grad[:3])
-    wanted, nodes = [], ctx.next_functions
-    for i, needed in enumerate(ctx.needs_input_grad[:3]):
-        if needed:
-            needed = torch_private.is_executed(nodes[i][0])
-        wanted.append(needed)
-    return tuple(wanted)
+    needs, nodes, is_executed = ctx.needs_input_grad, ctx.next_functions, torch_private.is_executed
+    return tuple([needs[i] and is_executed(nodes[i][0]) for i in range(3)])
 
 
 def _may_overwrite(ctx):
@@ -314,8 +311,7 @@ def _run_backward(ctx, strategy, upstream, forward, wanted):
     if accumulator and not accumulator.should_accumulate(ctx.next_functions[1][0]):
         accumulator, wanted = None, (wanted[0], False, wanted[2])
     consumes = ctx.overwritten = strategy == "logits" and _may_overwrite(ctx)
-    wants = dict(zip(GRADIENTS, wanted, strict=True))
-    options = ctx.options.replaced(save=strategy, consumes_saved=consumes, **wants)
+    options = ctx.options.for_backward(strategy, consumes, wanted)
     call = calls.BackwardCall(*upstream, forward, options)
     if accumulator is None:
         return calls.run(call)
@@ -357,8 +353,8 @@ def with_graph(call, outputs, leaves, names, owned, accumulator=None):
         return outputs._replace(loss=loss)
     if call.teacher and strategy != "grads":
         strategy = "forward"
-    of_call = call, outputs, strategy, names, owned, accumulator
-    return outputs.with_graph(*LinearCrossEntropy.apply(*leaves, *of_call))
+    record = ExecutedForward(call, outputs, strategy, names, owned, accumulator)
+    return outputs.with_graph(*LinearCrossEntropy.apply(*leaves, record))
 
 
 def with_logits_graph(call, outputs, names):

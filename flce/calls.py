@@ -12,7 +12,7 @@ import torch
 from . import operators
 from .operators import inner
 from .options import CHOICES
-from .packing import replaced, value_of
+from .packing import backward_integers, replaced, value_of
 
 Optional = torch.Tensor | None
 COUNTED = -1  # csrc/binding/call.h: kCountedRows
@@ -43,7 +43,11 @@ class CallOptions(typing.NamedTuple):
 
     def replaced(self, **values):
         """With other integers by name; a choice may be given as text."""
-        integers = replaced(self.integers, **values)
+        return self._replace(integers=replaced(self.integers, **values))
+
+    def for_backward(self, save, consumes_saved, wanted):
+        """Those of the backward of a forward with these. wanted: which gradients it computes."""
+        integers = backward_integers(tuple(self.integers), save, consumes_saved, wanted)
         return CallOptions(self.valid_vocab, self.rows, integers, self.numbers, self.group)
 
 
@@ -97,6 +101,10 @@ class ForwardCall(typing.NamedTuple):
         classes = self.classes if outputs.top_classes is None else outputs.top_classes
         of_outputs = outputs.class_logits, outputs.stats, outputs.scalars, outputs.saved
         return ForwardTensors(*self[:_CONSTANTS], classes, *of_outputs)
+
+    def flat(self):
+        *tensors, options, teacher = self
+        return (*tensors, *options, *(teacher or ()))
 
 
 _CONSTANTS = ForwardTensors._fields.index("classes")  # ForwardCall begins with the same tensors
@@ -157,6 +165,10 @@ class BackwardCall(typing.NamedTuple):
     forward: ForwardTensors
     options: CallOptions
 
+    def flat(self):
+        *upstream, forward, options = self
+        return (*upstream, *forward, *options)
+
 
 class LogitsTensors(typing.NamedTuple):
     """What the backward needs of a LogitsCall and its outputs."""
@@ -182,6 +194,9 @@ class LogitsCall(typing.NamedTuple):
     integers: tuple
     numbers: tuple
 
+    def flat(self):
+        return self
+
 
 class LogitsOutputs(typing.NamedTuple):
     """As ForwardOutputs."""
@@ -204,6 +219,9 @@ class LogitsBackwardCall(typing.NamedTuple):
     integers: tuple
     numbers: tuple
 
+    def flat(self):
+        return (self.grad_output, self.grad_stats, *self.forward, self.integers, self.numbers)
+
 
 class PlanOutputs(typing.NamedTuple):
     """flce::plan. fields: of plan.Plan, in JSON."""
@@ -224,8 +242,14 @@ class SavedGradients(typing.NamedTuple):
     grad_bias: Optional
     forward: ForwardTensors
 
+    def flat(self):
+        *gradients, forward = self
+        return (*gradients, *forward)
 
-# ---- flat ----
+
+# ---- flat: the values of a record, with those of a record in it in its place ----
+#
+# A teacher that is None has no values: the operators' last arguments have defaults.
 
 NESTED = (CallOptions, Teacher, ForwardTensors, LogitsTensors)
 OPERATORS = {
@@ -248,18 +272,6 @@ def _records_in(kind):
     return [(i, nested) for i, of_field in kinds for nested in of_field if nested in NESTED]
 
 
-def flat(record):
-    """The values of a record, those of a record in it in its place. A record that is None, as only
-    the last one may be, has none: the operators' last arguments have defaults."""
-    values, end = [], 0
-    for i, _ in _records_in(type(record)):
-        values += record[end:i]
-        values += record[i] or ()
-        end = i + 1
-    values += record[end:]
-    return values
-
-
 def read(kind, values):
     """The record of this class whose `flat` is `values`, but for defaults at its end."""
     values = list(values)
@@ -274,31 +286,31 @@ def read(kind, values):
 def run(call):
     """Runs the operator of a record's class; its outputs as a record."""
     op, outputs = OPERATORS[type(call)]
-    return outputs(*operators.run(op, *flat(call)))
+    return outputs(*operators.run(op, *call.flat()))
 
 
 def run_backward_into(grad_weight, call):
     """Runs a BackwardCall that adds to the weight's gradient."""
-    grad_input, grad_bias = operators.run(inner.backward_into.default, grad_weight, *flat(call))
+    grad_input, grad_bias = operators.run(inner.backward_into.default, grad_weight, *call.flat())
     return Gradients(grad_input, None, grad_bias)
 
 
 def run_logits_backward(call):
     """The gradient of the logits, by a LogitsBackwardCall."""
-    return operators.run(inner.cross_entropy_backward.default, *flat(call))
+    return operators.run(inner.cross_entropy_backward.default, *call.flat())
 
 
 def run_plan(gpu, index, options, sizes):
     """The PlanOutputs. gpu: of one that need not be there, else "", and the device's index; sizes:
     by their names in the schema of flce::plan."""
-    of_call = options.valid_vocab, options.integers, options.numbers
+    lists = options.valid_vocab, options.integers, options.numbers
     sizes = {name: int(size) for name, size in sizes.items()}
-    return PlanOutputs(*operators.run_plain(inner.plan.default, gpu, index, *of_call, **sizes))
+    return PlanOutputs(*operators.run_plain(inner.plan.default, gpu, index, *lists, **sizes))
 
 
 def save(ctx, record):
     """Saves a record's tensors for the backward of an autograd Function."""
-    ctx.save_for_backward(*(flat(record) if _records_in(type(record)) else record))
+    ctx.save_for_backward(*(record.flat() if _records_in(type(record)) else record))
 
 
 def saved(ctx, kind):

@@ -26,7 +26,8 @@ from .options import (
 from .outputs import results
 from .packing import (
     NO_COMPARISON,
-    OfCall,
+    NO_GRADIENTS,
+    CallSettings,
     Shard,
     WantedGradients,
     replaced,
@@ -92,9 +93,6 @@ class LossTensors(typing.NamedTuple):
 
 def _loss_tensors(packed, tensors, target, device, dtype):
     """The LossTensors, after the checks of what C cannot see. device, dtype: of input or logits."""
-    for name in ("weight", "token_weight", "temperature"):
-        if name in tensors:
-            validate.check_constant(name, tensors[name])
     validate.check_constant("target", target)
     if packed.wanted.accuracy and target.is_floating_point():
         expected = "False with probabilities, which name no class to be right about"
@@ -103,6 +101,9 @@ def _loss_tensors(packed, tensors, target, device, dtype):
         validate.refuse("return_tail_lse", "False without classes or topk", True)
     if not tensors:
         return _NO_TENSORS
+    for name in ("weight", "token_weight", "temperature"):
+        if name in tensors:
+            validate.check_constant(name, tensors[name])
     of_loss = {name: tensors[name] for name in LossTensors._fields if name in tensors}
     temperature, num_items = of_loss.get("temperature"), of_loss.get("num_items")
     if temperature is not None and temperature.dim() == 0:
@@ -121,16 +122,16 @@ def check_options(options, rows, **sizes):
     packed, _ = split(options)
     accumulates = packed.accumulate_into is not None
     gradients = WantedGradients(grad_input=True, grad_weight=True)
-    integers = packed.integers(OfCall(gradients=gradients, accumulates=accumulates))
+    integers = packed.integers(CallSettings(gradients=gradients, accumulates=accumulates))
     # Which dtypes are allowed depends on that of the operands.
     integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
     lists = packed.valid_vocab, integers, packed.numbers
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
-def _call_options(packed, of_call, comparison, rows, first_token):
-    """The calls.CallOptions with the values of a packing.OfCall and a packing.Comparison."""
-    integers, numbers = packed.integers(of_call), packed.numbers
+def _call_options(packed, settings, comparison, rows, first_token):
+    """The calls.CallOptions with the values of packing.CallSettings and a packing.Comparison."""
+    integers, numbers = packed.integers(settings), packed.numbers
     if comparison.divergence:
         numbers = packed.numbers_of(comparison)
     options = calls.CallOptions(packed.valid_vocab, rows, integers, numbers, packed.group)
@@ -171,59 +172,54 @@ def linear_cross_entropy_of(
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
         input, linear_weight, weight_leaf, frozen_hidden = joined
     of_loss = _loss_tensors(packed, tensors, target, input.device, input.dtype)
-    leaves, grad = (input, weight_leaf, tensors.get("linear_bias")), torch.is_grad_enabled()
-    wanted = [grad and leaf is not None and leaf.requires_grad for leaf in leaves]
-    accumulator = _accumulator(packed, linear_weight, wanted[1] and frozen_hidden == 0)
+    bias, wanted = tensors.get("linear_bias"), NO_GRADIENTS
+    leaves = input, weight_leaf, bias
+    if torch.is_grad_enabled():
+        wanted = WantedGradients(*[leaf is not None and leaf.requires_grad for leaf in leaves])
+    accumulator = _accumulator(packed, linear_weight, wanted.grad_weight and frozen_hidden == 0)
     offsets = tensors.get("cu_seqlens")
     if packed.shift or offsets is not None:
         target = shifted_target(target, packed.shift, offsets, packed.ignore_index)
     classes = tensors.get("classes")
     has_class_logits = classes is not None or packed.topk > 0
-    gradients = WantedGradients(*wanted)
+    gradients = wanted
     if teacher and (packed.reduction == "none" or options.get("save") == "stats"):
-        gradients = WantedGradients()  # the backward makes them
-    of_call = OfCall(
-        memory=packed.memory(input.device),
-        gradients=gradients,
-        autocast=autocast,
-        frozen_hidden=frozen_hidden,
-        # A divergence adds what its forward has made, if anything.
-        accumulates=accumulator is not None and not teacher,
-        traced=is_traced(),
-        class_gradient=has_class_logits,
-        allow_tf32=input.is_cuda and input.dtype is torch.float32 and _tf32_is_on(),
-        divergence=comparison.divergence,
+        gradients = NO_GRADIENTS  # the backward makes them
+    memory, traced = packed.memory(input.device), is_traced()
+    # A divergence adds what its forward has made, if anything.
+    accumulates = accumulator is not None and not teacher
+    allow_tf32 = input.is_cuda and input.dtype is torch.float32 and _tf32_is_on()
+    # The fields in their order: arguments by name take four times as long.
+    settings = CallSettings(
+        memory,
+        gradients,
+        autocast,
+        frozen_hidden,
+        accumulates,
+        traced,
+        has_class_logits,
+        allow_tf32,
+        comparison.divergence,
     )
     rows = _rows(packed, target)
-    call = calls.ForwardCall(
-        input,
-        linear_weight,
-        target,
-        tensors.get("linear_bias"),
-        of_loss.weight,
-        of_loss.token_weight,
-        of_loss.temperature,
-        of_loss.num_items,
-        seed=None,
-        classes=classes,
-        options=_call_options(packed, of_call, comparison, rows, first_token),
-        teacher=teacher,
-    )
+    call_options = _call_options(packed, settings, comparison, rows, first_token)
+    operands, seed = (input, linear_weight, target, bias), None
+    call = calls.ForwardCall(*operands, *of_loss, seed, classes, call_options, teacher)
     if packed.ranks > 1:
         sharding.hooks().before_call(sharding.ShardedCall(call, options, caller))
     if (seed := _seed(packed, tensors, input.device)) is not None:
         call = call._replace(seed=seed)
-    if of_call.traced and any(wanted):
+    if traced and any(wanted):
         # The graph's backward needs the outputs that the fakes had, whatever its rows are then.
         call = call._replace(options=fakes.with_strategy(call))
     outputs = calls.run(call)
     if any(wanted):
-        names = _differentiable(packed, has_class_logits)
+        names = _differentiable_outputs(packed, has_class_logits)
         outputs = autograd.with_graph(call, outputs, leaves, names, True, accumulator)
     return results(packed, outputs, target, of_loss, rows)
 
 
-def _differentiable(packed, has_classes=False):
+def _differentiable_outputs(packed, has_classes=False):
     """The names of the operator's outputs that a gradient may reach."""
     count = 2 if packed.differentiable else 1
     return calls.DIFFERENTIABLE[: 3 if has_classes else count]
@@ -254,12 +250,12 @@ def cross_entropy_of(logits, target, options):
         of_loss.token_weight,
         of_loss.temperature,
         of_loss.num_items,
-        packed.integers(OfCall(gradients=WantedGradients(grad_input=wants_gradient))),
+        packed.integers(CallSettings(gradients=WantedGradients(grad_input=wants_gradient))),
         packed.numbers,
     )
     outputs = calls.run(call)
     if wants_gradient:
-        outputs = autograd.with_logits_graph(call, outputs, _differentiable(packed))
+        outputs = autograd.with_logits_graph(call, outputs, _differentiable_outputs(packed))
     return results(packed, outputs.of_forward(), target, of_loss, rows=None)
 
 

@@ -178,8 +178,8 @@ def _fake_forward(call):
         )
     if save == "grads":
         gradients = _fake_gradients(call, options, description)
-    of_call = {**gradients._asdict(), "saved": saved, "class_logits": logits, "top_classes": top}
-    return calls.ForwardOutputs(**of_loss, **of_call)
+    of_outputs = {**gradients._asdict(), "saved": saved, "class_logits": logits, "top_classes": top}
+    return calls.ForwardOutputs(**of_loss, **of_outputs)
 
 
 def check_operands(input, linear_weight, linear_bias=None):

@@ -69,8 +69,9 @@ def _call(function, operands, options, caller=None):
         run = _untraced_run(function)
     elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
         return _through_operator(function, operands, options)
-    of_call = {} if caller is None else {"caller": caller}
-    return run(*operands, options, **of_call)
+    if caller is None:
+        return run(*operands, options)
+    return run(*operands, options, caller=caller)
 
 
 def _local(function, operands, options):

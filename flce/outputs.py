@@ -113,18 +113,25 @@ def results(packed, outputs, target, of_loss, rows):
     if not packed.outputs and not has_classes:
         return outputs.loss
     wanted, values = packed.wanted, _row_values(packed, outputs, target)
-    ignored = None
-    if not target.is_floating_point():
-        ignored = validate.is_equal(target, packed.ignore_index)
-    valid = None if outputs.scalars is None else outputs.scalars[operators.SCALAR_VALID]
-    if wanted.accuracy:
-        values["accuracy"] = _accuracy(target, ignored, outputs.predictions, valid, rows)
-    if wanted.z_loss:
-        values["z_loss"] = _z_loss(packed, _lse_of(outputs, target), of_loss, ignored, valid)
+    if wanted.accuracy or wanted.z_loss:
+        values |= _row_means(packed, outputs, target, of_loss, rows)
     if has_classes:
         tail_lse = values.get("tail_lse")
         values |= _class_values(packed, outputs, of_loss.temperature, target, tail_lse)
     return LinearCrossEntropyOutput(outputs.loss, **values)
+
+
+def _row_means(packed, outputs, target, of_loss, rows):
+    """The wanted ones of accuracy and z_loss, by name."""
+    values, ignored = {}, None
+    if not target.is_floating_point():
+        ignored = validate.is_equal(target, packed.ignore_index)
+    valid = outputs.scalars[operators.SCALAR_VALID]
+    if packed.wanted.accuracy:
+        values["accuracy"] = _accuracy(target, ignored, outputs.predictions, valid, rows)
+    if packed.wanted.z_loss:
+        values["z_loss"] = _z_loss(packed, _lse_of(outputs, target), of_loss, ignored, valid)
+    return values
 
 
 def _lse_of(outputs, target):

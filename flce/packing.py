@@ -106,10 +106,11 @@ class WantedGradients(typing.NamedTuple):
     grad_bias: bool = False
 
 
+NO_GRADIENTS = WantedGradients()
 GRADIENTS = WantedGradients._fields
 
 
-class OfCall(typing.NamedTuple):
+class CallSettings(typing.NamedTuple):
     """What a call adds to the options in the list of integers.
 
     gradients: those that the operator makes. autocast: the index in DTYPES of the dtype to which it
@@ -119,7 +120,7 @@ class OfCall(typing.NamedTuple):
     """
 
     memory: Memory = Memory()
-    gradients: WantedGradients = WantedGradients()
+    gradients: WantedGradients = NO_GRADIENTS
     autocast: int = -1
     frozen_hidden: int = 0
     accumulates: bool = False
@@ -319,14 +320,14 @@ class Packed:
             return Memory(max_memory, max_memory, False)
         return default_memory(device)
 
-    def integers(self, of_call):
-        """The list of integers, with the values of an OfCall."""
-        integers = self._lists.get(of_call)
+    def integers(self, settings):
+        """The list of integers, with those of CallSettings."""
+        integers = self._lists.get(settings)
         if integers is None:
-            values = self._values | of_call.values()
+            values = self._values | settings.values()
             integers = (*(int(values[name]) for name in INTEGERS), LAYOUT)
             if len(self._lists) < 64:
-                self._lists[of_call] = integers
+                self._lists[settings] = integers
         return integers
 
 
@@ -411,6 +412,13 @@ def _replaced(integers, **values):
         code = CHOICES[name].index(value) if type(value) is str else int(value)
         changed[_INDEX[name]] = code
     return tuple(changed)
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_integers(integers, save, consumes_saved, wanted):
+    """The integers of a backward from those of its forward. wanted: WantedGradients."""
+    values = dict(zip(GRADIENTS, wanted, strict=True))
+    return replaced(integers, save=save, consumes_saved=consumes_saved, **values)
 
 
 def value_of(integers, name):

@@ -155,14 +155,14 @@ def plan(
     sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
     # The GEMMs' dtype is that of autocast whether or not it is on.
-    of_call = packing.OfCall(
+    settings = packing.CallSettings(
         memory=memory,
         gradients=packing.WantedGradients(grad_input, grad_weight, bias),
         autocast=codes["dtype"],
         accumulates=added >= 0,
         class_gradient="classes" in teacher,
     )
-    integers = packed.integers(of_call)
+    integers = packed.integers(settings)
     options = calls.CallOptions(
         packed.valid_vocab, None, packing.replaced(integers, consumes_saved=True), packed.numbers
     )

@@ -241,10 +241,9 @@ is_alias = torch._C._is_alias_of
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
-def keeps_graph():
-    """Whether the backward that runs now was called with retain_graph=True. A nested one has to do
-    the same."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+# Whether the backward that runs now was called with retain_graph=True. A nested one has to do the
+# same.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def nested_gradients(values, leaves, gradients, keeps):

@@ -197,7 +197,7 @@ def _described(name, value):
 def _of_operator(call):
     """The pairs of a name and what is compared of an operator's arguments."""
     names = (argument.name for argument in calls.operator_of(call)._schema.arguments)
-    arguments = dict(zip(names, calls.flat(call), strict=False))  # a teacher's may be missing
+    arguments = dict(zip(names, call.flat(), strict=False))  # a teacher's may be missing
     lists = {"integers": INTEGERS, "numbers": NUMBERS}
     if call.teacher and call.teacher.weight is None:  # logits, of all classes or of a rank's
         logits = arguments.pop("teacher_input")

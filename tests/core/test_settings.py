@@ -23,7 +23,7 @@ from flce.options import (
     Options,
     defaults,
 )
-from flce.packing import INTEGERS, LAYOUT, NUMBERS, Comparison, OfCall, split, value_of
+from flce.packing import INTEGERS, LAYOUT, NUMBERS, CallSettings, Comparison, split, value_of
 from harness import ROOT, cases, raw
 from harness.raw import described
 
@@ -33,7 +33,7 @@ ZERO = torch.zeros(1, dtype=torch.int64)
 
 def test_the_slots_of_cpp_are_those_of_the_table():
     packed, _ = split({})
-    assert sorted([*packed._values, *OfCall().values()]) == sorted(INTEGERS)
+    assert sorted([*packed._values, *CallSettings().values()]) == sorted(INTEGERS)
     rows = {**OPTIONS, **TEACHER_OPTIONS}.items()
     assert set(NUMBERS) == {name for name, row in rows if "float" in str(row.schema)}
     numbers = [name for name, row in TEACHER_OPTIONS.items() if row.schema != "Tensor?"]

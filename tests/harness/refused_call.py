@@ -27,8 +27,8 @@ def tensors(device):
 
 def arguments(device):
     """Of flce.linear_cross_entropy."""
-    of_call, names = tensors(device), ("input", "linear_weight", "target")
-    return {name: of_call[name] for name in names}
+    arguments, names = tensors(device), ("input", "linear_weight", "target")
+    return {name: arguments[name] for name in names}
 
 
 def leaf(tensor):
