@@ -148,8 +148,12 @@ typedef struct flce_row_classes {
  * and rows of zeros, whatever z holds (also NaN). Rows whose target is out of range get NaN, and
  * prediction -1. */
 typedef struct flce_rows {
-  int64_t rows,         /* of the chunk */
-      vocab;            /* V */
+  int64_t rows, /* of the chunk */
+      vocab;    /* V, or of a block of the classes their number */
+  /* Classes before those of the columns, and after them: 0 but where the columns of z and out are a
+   * block of the classes, as grad_rows and class_gradients take. Then `target` names classes from
+   * the first one on, and the vectors with an element for each class begin with the block's. */
+  int64_t earlier_classes, later_classes;
   const int64_t* index; /* [rows], or NULL */
   const void* z;        /* [rows][z_pitch] z_dtype */
   flce_dtype z_dtype;   /* of z */

@@ -12,6 +12,7 @@ extern "C" {
 #endif
 
 typedef enum flce_variable {
+  FLCE_VARIABLE_BLOCKS,
   FLCE_VARIABLE_CHECK,
   FLCE_VARIABLE_CPU_VARIANT,
   FLCE_VARIABLE_KERNEL,

@@ -60,7 +60,9 @@ typedef enum flce_buffer_id {
   /* [V][plan's hidden] dtype: W, if its dtype or its hidden size differs from the plan's. */
   FLCE_BUF_WEIGHT_CAST,
   FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
-  FLCE_BUF_LOGITS,    /* [chunk][z_pitch] z_dtype: logits of a chunk, overwritten by E or dz */
+  /* [chunk][z_pitch] z_dtype: logits of a chunk, or [block_rows][block_classes] of a block,
+   * overwritten by E or dz. */
+  FLCE_BUF_LOGITS,
   /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
   FLCE_BUF_DZ_SCALE,
   FLCE_BUF_COEF,  /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
@@ -69,7 +71,8 @@ typedef enum flce_buffer_id {
    * are copied and the copy is not in FLCE_BUF_SCALED_X. */
   FLCE_BUF_GATHERED_X,
   FLCE_BUF_GATHERED_COEF, /* [chunk] stat dtype: weights of the gathered rows of E in db */
-  /* [chunk][plan's hidden] dx_gemm_dtype: E W of a chunk, if the GEMM cannot write it to dX. */
+  /* [chunk][plan's hidden] dx_gemm_dtype: E W of a chunk, if the GEMM cannot write it to dX, or
+   * summed over blocks of classes. */
   FLCE_BUF_DX_ROWS,
   /* The B operand of dW's GEMM, [chunk][plan's hidden] dtype. Form exp: coef * x. Form dz: the
    * valid rows of x times FLCE_SCALAR_INPUT_SCALE, if x itself cannot be the operand. Before, it
@@ -79,9 +82,9 @@ typedef enum flce_buffer_id {
   /* [V][weight_hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
    * plan's hidden is not H. */
   FLCE_BUF_DW_ACCUM,
-  /* [dw_block_rows][weight_hidden] dtype: some rows of one chunk's dW, if the GEMM cannot write
-   * accum_dtype. */
-  FLCE_BUF_DW_BLOCK,
+  /* [dw_block_rows][weight_hidden] or [dx_block_rows][plan's hidden] dtype: some rows of the result
+   * of a GEMM that cannot write the dtype of its accumulator. */
+  FLCE_BUF_GEMM_BLOCK,
   FLCE_BUF_DB_ACCUM, /* [V] stat dtype: the sum of db over chunks */
   FLCE_BUF_DB_PARTS, /* [bias_parts][V] stat dtype: partial sums of db by grad_weight_gemm */
   /* [2 H + 1] stat dtype, H the plan's hidden, for label smoothing: sum_j w_j W_j, sum_i c_i x_i,
@@ -176,6 +179,8 @@ typedef struct flce_plan {
   /* Rows of a chunk of the backward's loop, and its chunks; 0 for save=grads and save=samples,
    * which have none. */
   int64_t backward_chunk_rows, backward_chunks;
+  /* Rows and classes of a block, where gradients are made by blocks (engine.c); else 0. */
+  int64_t block_rows, block_classes;
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
   bool gemm_adds_bias;    /* the logits GEMM or fused_logits adds b; the row passes do not */
@@ -199,7 +204,9 @@ typedef struct flce_plan {
    * columns, else to FLCE_BUF_DX_ROWS. */
   flce_dtype dx_gemm_dtype;
   flce_dtype accum_dtype; /* in which dW is summed over chunks */
-  int64_t dw_block_rows;  /* of FLCE_BUF_DW_BLOCK; 0 if the GEMM adds to the accumulator itself */
+  /* Rows of dW's GEMM, and of dX's, that FLCE_BUF_GEMM_BLOCK holds; 0 if the GEMM writes its
+   * accumulator itself. */
+  int64_t dw_block_rows, dx_block_rows;
   flce_buffer buffers[FLCE_BUF_COUNT]; /* by flce_buffer_id */
   int64_t forward_workspace_bytes,     /* of flce_tensors.workspace in the forward */
       backward_workspace_bytes;        /* of flce_tensors.workspace in the backward */

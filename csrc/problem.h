@@ -348,7 +348,7 @@ typedef struct flce_problem {
   /* Of a rank: those of the plan of an equal share, so that all ranks have the same chunks and row
    * order. Of a teacher: chunk_rows is the student's. */
   struct {
-    int64_t chunk_rows;
+    int64_t chunk_rows, block_rows, block_classes;
     bool gathers;
     int64_t teacher_bytes; /* of the teacher's workspace */
   } derived;
@@ -421,6 +421,10 @@ typedef struct flce_facts {
   /* Elements. If H is not a multiple of it, x and W are copied and zero-padded to the next
    * multiple, because the GEMMs are faster then. 0 or 1: no alignment is needed. */
   int64_t hidden_alignment;
+  /* Where gradients may be made by blocks and FLCE_BLOCKS is set: the rows and classes of a block,
+   * 0 for none. */
+  bool asks_block;
+  int64_t asked_rows, asked_classes;
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */
   int64_t compact_bytes;        /* scratch and result of compact_rows for N tokens */

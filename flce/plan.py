@@ -50,6 +50,8 @@ class Plan:
     chunks: int
     backward_chunk_rows: int
     backward_chunks: int
+    block_rows: int
+    block_classes: int
     forward_gemms: int
     backward_gemms: int
     forward_peak_bytes: int

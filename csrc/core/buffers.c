@@ -56,6 +56,7 @@ static unsigned gradient_pass(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_GRADS ? FORWARD : BACKWARD;
 }
 static int64_t gradient_rows(const flce_plan* plan) {
+  if (by_blocks(plan)) return plan->block_rows;
   return plan->strategy == FLCE_SAVE_GRADS ? plan->chunk_rows : plan->backward_chunk_rows;
 }
 
@@ -119,7 +120,7 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
   /* A copy of x for the logits GEMM: in the forward, and where the backward runs it again. In both,
    * unless it is in FLCE_BUF_SCALED_X. */
   const bool copies = copies_logits_input(plan);
-  const int64_t copied_row = plan->input_pitch * e;
+  const int64_t copied_row = plan->input_pitch * e, of_blocks = plan->block_rows * copied_row;
   const bool first_copy = plan->gathered_x == FLCE_BUF_GATHERED_X;
   const bool second_copy = again && plan->backward_gathered_x == FLCE_BUF_GATHERED_X;
   const table_row rows[] = {
@@ -131,6 +132,7 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
       {FLCE_BUF_GATHERED_X, copies, FORWARD, first_copy ? plan->chunk_rows * copied_row : 0},
       {FLCE_BUF_GATHERED_X, copies, BACKWARD,
        second_copy ? plan->backward_chunk_rows * copied_row : 0},
+      {FLCE_BUF_GATHERED_X, copies && by_blocks(plan), gradient_pass(plan), of_blocks},
   };
   ADD_ROWS(plan, rows);
 }
@@ -149,15 +151,18 @@ static int64_t backward_logits_bytes(const flce_plan* plan) {
       plan->strategy == FLCE_SAVE_LOGITS && plan->form == FLCE_FORM_DZ && !plan->dz_in_saved;
   int64_t dz_row = plan->out_pitch * flce_size_of(plan->dtype);
   if (writes_dz) return plan->backward_chunk_rows * dz_row;
-  return plan->strategy == FLCE_SAVE_STATS ? plan->backward_chunk_rows * logits_row(plan) : 0;
+  bool again = plan->strategy == FLCE_SAVE_STATS && !by_blocks(plan);
+  return again ? plan->backward_chunk_rows * logits_row(plan) : 0;
 }
 
 static void list_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   const bool reduces = problem->reduction != FLCE_NONE;
   const int64_t logits = forward_logits_rows(problem, plan) * logits_row(plan);
+  const int64_t block = plan->block_rows * plan->block_classes * flce_size_of(plan->z_dtype);
   const table_row rows[] = {
       {FLCE_BUF_LOGITS, true, FORWARD, logits},
       {FLCE_BUF_LOGITS, true, BACKWARD, backward_logits_bytes(plan)},
+      {FLCE_BUF_LOGITS, by_blocks(plan), gradient_pass(plan), block},
       {FLCE_BUF_FUSED, plan->fuses_rows, FORWARD, plan->chunk_rows * facts->fused_row_bytes},
       {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->shape.tokens * stat_size(plan)},
       {FLCE_BUF_GEMM, true, both_passes(plan), facts->gemm_workspace_bytes},
@@ -210,7 +215,10 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
   const unsigned pass = gradient_pass(plan);
   const bool dw = problem->wants.grad_weight, db = problem->wants.grad_bias;
   const bool exp_form = plan->form == FLCE_FORM_EXP, padded = plan->hidden != problem->shape.hidden;
-  const bool own_dx = plan->dx_gemm_dtype != plan->partial_dx_dtype || plan->gathers || padded;
+  const bool own_dx =
+      plan->dx_gemm_dtype != plan->partial_dx_dtype || plan->gathers || padded || by_blocks(plan);
+  const int64_t dw_block = plan->dw_block_rows * width,
+                dx_block = plan->dx_block_rows * plan->hidden;
   const bool own_dw = plan->accum_dtype != plan->grad_weight_dtype || padded;
   const table_row rows[] = {
       {FLCE_BUF_ORDER, exp_form && (dw || db), pass, facts->order_bytes},
@@ -218,7 +226,7 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
       {FLCE_BUF_SCALED_X, dw && copies_weight_input(problem, plan), pass,
        chunk * plan->input_pitch * e},
       {FLCE_BUF_DW_ACCUM, dw && own_dw, pass, v * accum_row},
-      {FLCE_BUF_DW_BLOCK, dw, pass, plan->dw_block_rows * width * e},
+      {FLCE_BUF_GEMM_BLOCK, true, pass, max64(dw ? dw_block : 0, dx_block) * e},
       {FLCE_BUF_DB_ACCUM, db, pass, v * stat},
       {FLCE_BUF_DB_PARTS, db, pass, plan->bias_parts * v * stat},
       {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, chunk * stat},
@@ -233,7 +241,8 @@ static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
   const int64_t input_row = problem->shape.hidden * flce_size_of(problem->dtypes.input);
   /* Statistics are exchanged for each chunk where what follows reads those of all classes, else for
    * all rows at once. */
-  const bool each_chunk = plan->strategy == FLCE_SAVE_GRADS || plan->strategy == FLCE_SAVE_SAMPLES;
+  const bool grads = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
+  const bool each_chunk = grads || plan->strategy == FLCE_SAVE_SAMPLES;
   const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;

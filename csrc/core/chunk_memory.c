@@ -9,6 +9,7 @@ static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
   return (chunk){
       .first = first,
       .rows = left < most_rows ? left : most_rows,
+      .classes = e->problem->shape.vocab,
       .index = e->index ? e->index + first : NULL,
       .coef = (void*)optional_ptr(buffer_ptr(e, FLCE_BUF_COEF), e->index ? 0 : first, e->stat)};
 }
@@ -95,6 +96,25 @@ chunk flce_chunk_recomputed(const execution* e, int64_t first) {
   c.copied_x = input_copy(e, plan->backward_gathered_x);
   c.z = logits_in(e, buffer_ptr(e, FLCE_BUF_LOGITS));
   c.out = in_place_of(e, &c.z);
+  return c;
+}
+
+chunk flce_rows_of_blocks(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->block_rows);
+  c.copied_x = input_copy(e, FLCE_BUF_GATHERED_X);
+  return c;
+}
+
+chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) {
+  const flce_plan* plan = e->plan;
+  int64_t left = rows->classes - first_class, pitch = plan->block_classes;
+  chunk c = *rows;
+  c.first_class = first_class;
+  c.classes = min64(left, pitch);
+  c.z = (chunk_matrix){buffer_ptr(e, FLCE_BUF_LOGITS), plan->z_dtype, pitch, pitch};
+  c.out = in_place_of(e, &c.z);
+  c.out.columns = pitch;
   return c;
 }
 

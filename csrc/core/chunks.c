@@ -80,9 +80,23 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
   return effort;
 }
 
-/* The modelled time of all chunks of a loop, in multiply-adds. */
-static double loop_effort(const flce_problem* problem, const flce_facts* facts,
+/* The same of a loop whose GEMMs are not those of the model above. */
+static double plain_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
+  int64_t v = problem->shape.vocab, h = loop->hidden, size = flce_size_of(loop->dtype);
+  double effort = 0.0;
+  if (loop->makes_logits) effort += plain_gemm_effort(rows, v, h, size, false);
+  if (loop->makes_dx) effort += plain_gemm_effort(rows, h, v, size, false);
+  if (loop->makes_dw) effort += plain_gemm_effort(v, h, rows, size, true);
+  return effort * (double)problem->shape.rows / (double)rows;
+}
+
+bool flce_is_modelled(const flce_facts* facts, flce_dtype dtype) {
+  return facts->multiprocessors > 0 && flce_size_of(dtype) == 2;
+}
+
+double flce_chunks_effort(const flce_problem* problem, const flce_facts* facts,
                           const chunk_loop* loop, int64_t chunk_rows) {
+  if (!flce_is_modelled(facts, loop->dtype)) return plain_effort(problem, loop, chunk_rows);
   int64_t chunks = ceil_div(problem->shape.rows, chunk_rows);
   int64_t last = problem->shape.rows - (chunks - 1) * chunk_rows;
   return (double)(chunks - 1) * chunk_effort(problem, facts, loop, chunk_rows) +
@@ -114,7 +128,7 @@ static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* fac
       continue;
     }
     rows[tried] = size;
-    effort[tried] = loop_effort(problem, facts, loop, size);
+    effort[tried] = flce_chunks_effort(problem, facts, loop, size);
     least = fmin(least, effort[tried]);
     if (effort[tried++] > kStopAbove * least) break;
   }
@@ -157,8 +171,8 @@ flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* fac
   int64_t tile = tile_of(loop, fit);
   int64_t fewest =
       fit >= problem->shape.rows ? 1 : ceil_div(problem->shape.rows, fit / tile * tile);
-  bool modelled = facts->multiprocessors > 0 && flce_size_of(loop->dtype) == 2 &&
-                  tile >= TILE_ROWS && (loop->makes_dx || loop->saves_memory);
+  bool modelled = flce_is_modelled(facts, loop->dtype) && tile >= TILE_ROWS &&
+                  (loop->makes_dx || loop->saves_memory);
   *chunk_rows = problem->shape.rows;
   *chunks = 1;
   if (fewest == 1 && !(modelled && loop->saves_memory)) return FLCE_OK;

@@ -21,9 +21,19 @@ static inline int64_t round_up(int64_t a, int64_t b) {
 /* Multiply-adds of 16-bit operands in the time in which the memory moves one byte: 80 on an H200,
  * within a third of that on other GPUs of compute capability 8.0 and later. */
 static const double kAddsPerByte = 80.0;
+/* The same of other GEMMs, and on CPUs. */
+static const double kSlowAddsPerByte = 8.0;
 
 /* Of a GEMM's tiles: chunks are whole tiles if they are larger. */
 enum { TILE_ROWS = 128 };
+
+/* The effort of a GEMM with an m x n result on a CPU, or on a GPU of operands that are not 16-bit:
+ * its multiply-adds, and its operands and its result through the memory; a sum is read, too. */
+static inline double plain_gemm_effort(int64_t m, int64_t n, int64_t k, int64_t size, bool sums) {
+  double rows = (double)m, columns = (double)n, depth = (double)k;
+  double moved = rows * depth + depth * columns + (sums ? 2.0 : 1.0) * rows * columns;
+  return rows * columns * depth + moved * (double)size * kSlowAddsPerByte;
+}
 
 /* The loop over chunks of the forward or of the backward. */
 typedef struct chunk_loop {
@@ -41,6 +51,13 @@ typedef struct chunk_loop {
       makes_dw;           /* the loop runs dW's GEMM */
   bool overlaps_dw;       /* dW's GEMM reads and writes dW during its mainloop */
 } chunk_loop;
+
+/* Whether the device's GEMMs of this dtype are those of the model of time: 16-bit on a GPU. */
+bool flce_is_modelled(const flce_facts* facts, flce_dtype dtype);
+
+/* The modelled time of all chunks of a loop, in multiply-adds. */
+double flce_chunks_effort(const flce_problem* problem, const flce_facts* facts,
+                          const chunk_loop* loop, int64_t chunk_rows);
 
 /* Chooses the rows of a chunk and the number of chunks. FLCE_INVALID_ARGUMENT if the loop's
  * max_memory is less than one row of logits. */

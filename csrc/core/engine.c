@@ -12,6 +12,10 @@
  *   stats       the statistics of the rows         the logits GEMM again, and the gradient GEMMs
  *   samples     some pairs (class, E) of each row  gathers rows of W and x by them, without a GEMM
  *
+ * Under a small max_memory a chunk of all classes has few rows, and for each chunk dW is read and
+ * written once. Gradients are then made by blocks of rows and classes, from logits that are
+ * computed again: the forward of "grads" and the backward of "stats" have a function for that.
+ *
  * A divergence (distillation) computes a teacher's logits before the student's. Its forward makes
  * the losses alone, or the gradients too, by GEMMs or from samples. It has no backward.
  *
@@ -108,6 +112,44 @@ static flce_status forward_grads(const execution* e) {
   return flce_reduce_losses(e, overlaps);
 }
 
+/* The gradients of a chunk's rows, of all of which the statistics are known: from the logits of a
+ * block of classes at a time, which are computed again. dX is summed over the blocks in the stat
+ * dtype; dW of a block is one GEMM over the chunk's rows. */
+static flce_status gradients_by_blocks(const execution* e, const chunk* rows) {
+  FLCE_TRY(flce_copy_input(e, rows));
+  FLCE_TRY(flce_scale_input(e, rows));
+  for (int64_t first = 0; first < rows->classes; first += e->plan->block_classes) {
+    const chunk block = flce_block_of(e, rows, first);
+    FLCE_TRY(flce_run_logits_gemm(e, &block));
+    FLCE_TRY(flce_exp_or_dz(e, &block));
+    FLCE_TRY(flce_dx_gemm(e, &block));
+    FLCE_TRY(flce_add_class_gradients(e, &block));
+  }
+  return flce_finish_chunk_dx(e, rows);
+}
+
+/* save=grads under a small max_memory: the statistics of all rows first, then the gradients by
+ * blocks of rows and classes. */
+static flce_status forward_grads_by_blocks(const execution* e) {
+  int64_t rows = e->problem->shape.rows;
+  FLCE_TRY(flce_sum_weight(e));
+  if (rows == 0) FLCE_TRY(begin_with_gradients(e, false));
+  for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
+    const chunk c = flce_chunk_in_place(e, first);
+    FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));
+    FLCE_TRY(flce_statistics(e, &c));
+  }
+  FLCE_TRY(exchange_all_statistics(e));
+  for (int64_t first = 0; first < rows; first += e->plan->block_rows) {
+    const chunk c = flce_rows_of_blocks(e, first);
+    FLCE_TRY(flce_loss_coefficients(e, &c));
+    FLCE_TRY(gradients_by_blocks(e, &c));
+  }
+  FLCE_TRY(flce_finish_gradients(e));
+  FLCE_TRY(flce_class_logits(e));
+  return flce_reduce_losses(e, false);
+}
+
 /* save=samples: a list of (class, E) of each row, drawn from its E. */
 static flce_status forward_samples(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
@@ -195,7 +237,8 @@ static flce_status forward(const execution* e) {
     case FLCE_SAVE_GRADS:
       if (!wants_gradients(e)) return plan->compares ? forward_divergence(e) : forward_loss_only(e);
       if (plan->draws) return forward_divergence_samples(e);
-      return plan->compares ? forward_divergence_grads(e) : forward_grads(e);
+      if (plan->compares) return forward_divergence_grads(e);
+      return by_blocks(plan) ? forward_grads_by_blocks(e) : forward_grads(e);
     case FLCE_SAVE_SAMPLES:
       return forward_samples(e);
     case FLCE_SAVE_AUTO:
@@ -245,6 +288,19 @@ static flce_status backward_stats(execution* e) {
   return flce_finish_gradients(e);
 }
 
+/* save=stats under a small max_memory: by blocks of rows and classes. */
+static flce_status backward_stats_by_blocks(execution* e) {
+  FLCE_TRY(flce_open_operands(e, true, true));
+  FLCE_TRY(begin_backward(e));
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->block_rows) {
+    const chunk c = flce_rows_of_blocks(e, first);
+    FLCE_TRY(flce_upstream_coefficients(e, &c));
+    FLCE_TRY(gradients_by_blocks(e, &c));
+  }
+  FLCE_TRY(flce_order_targets(e));
+  return flce_finish_gradients(e);
+}
+
 /* save=samples: gathers by the lists, of all rows at once. */
 static flce_status backward_samples(execution* e) {
   FLCE_TRY(flce_open_operands(e, e->problem->wants.grad_weight, false));
@@ -259,7 +315,7 @@ static flce_status backward(execution* e) {
     case FLCE_SAVE_LOGITS:
       return backward_logits(e);
     case FLCE_SAVE_STATS:
-      return backward_stats(e);
+      return by_blocks(e->plan) ? backward_stats_by_blocks(e) : backward_stats(e);
     case FLCE_SAVE_SAMPLES:
       return backward_samples(e);
     case FLCE_SAVE_NOTHING: /* flce_check_backward() has refused these two */

@@ -29,7 +29,8 @@ static const char* lasting_copy(const char* text) {
 }
 
 bool flce_read_environment(void) {
-  const char* const texts[] = {[FLCE_VARIABLE_CHECK] = getenv("FLCE_CHECK"),
+  const char* const texts[] = {[FLCE_VARIABLE_BLOCKS] = getenv("FLCE_BLOCKS"),
+                               [FLCE_VARIABLE_CHECK] = getenv("FLCE_CHECK"),
                                [FLCE_VARIABLE_CPU_VARIANT] = getenv("FLCE_CPU_VARIANT"),
                                [FLCE_VARIABLE_KERNEL] = getenv("FLCE_KERNEL"),
                                [FLCE_VARIABLE_POISON] = getenv("FLCE_POISON")};

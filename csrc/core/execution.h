@@ -140,7 +140,10 @@ static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
 /* Consecutive computed rows whose logits are in memory at a time: where what belongs to them is.
  * All of it follows from the plan and the first row (chunk_memory.h). */
 typedef struct chunk {
-  int64_t first, rows;  /* computed rows [first, first + rows) */
+  int64_t first, rows; /* computed rows [first, first + rows) */
+  /* The classes of z and out: all of this rank, or a block of them (engine.c: gradients_by_blocks)
+   */
+  int64_t first_class, classes;
   const int64_t* index; /* their tokens, or NULL: the same */
   void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
   chunk_matrix z;       /* logits: the result of the logits GEMM, or what is saved of it */
@@ -150,12 +153,25 @@ typedef struct chunk {
   const flce_fused_call* packed_with;
 } chunk;
 
+/* Restricts the rows' columns to the classes of a chunk that is a block. */
+static inline void set_block(flce_rows* rows, flce_dtype stat, const chunk* c) {
+  rows->earlier_classes = c->first_class;
+  rows->later_classes = rows->vocab - c->first_class - c->classes;
+  rows->vocab = c->classes;
+  rows->bias = optional_ptr(rows->bias, c->first_class, stat);
+  rows->class_weight = optional_ptr(rows->class_weight, c->first_class, stat);
+  rows->probabilities =
+      optional_ptr(rows->probabilities, c->first_class, rows->probabilities_dtype);
+  rows->classes.first += c->first_class;
+}
+
 /* The rows of a chunk as a backend takes them: their vectors and their logits, without `out` and
  * `coef`. */
 static inline flce_rows rows_of(const execution* e, const chunk* c) {
   flce_rows rows = open_rows(e, e->index ? 0 : c->first, c->rows); /* an index is from token 0 on */
   rows.index = c->index;
   if (e->plan->dw_fp16_shift != 0) rows.input_scale = scalar(e, FLCE_SCALAR_INPUT_SCALE);
+  if (c->classes < e->problem->shape.vocab) set_block(&rows, e->stat, c);
   if (c->z.data) set_z(&rows, &c->z);
   return rows;
 }
@@ -164,6 +180,11 @@ static inline flce_rows rows_of(const execution* e, const chunk* c) {
  * backward that does not read x. */
 static inline const void* input_of(const execution* e, const chunk* c) {
   return optional_ptr(e->input, e->index ? 0 : c->first * e->plan->hidden, e->plan->dtype);
+}
+
+/* W from the chunk's first class on. */
+static inline const void* weight_of(const execution* e, const chunk* c) {
+  return element_ptr(e->linear_weight, c->first_class * e->plan->hidden, e->plan->dtype);
 }
 
 /* x from column frozen_hidden on: the columns that dW is computed from. */

@@ -21,25 +21,79 @@ static void* dx_rows_of(const execution* e, const chunk* c) {
                      e->plan->partial_dx_dtype);
 }
 
+/* Runs a GEMM that writes its accumulator, or adds to it where gemm.beta is 1; its rows have no
+ * gaps. For a dtype of the accumulator that the GEMM cannot write, `block_rows` is not 0: so many
+ * rows of the result at a time go to a buffer, from which add_block adds them. */
+static flce_status accumulate(const execution* e, flce_gemm gemm, int64_t block_rows) {
+  if (block_rows == 0) return flce_run_gemm(e, gemm);
+  const flce_plan* plan = e->plan;
+  void *accum = gemm.c, *block = buffer_ptr(e, FLCE_BUF_GEMM_BLOCK);
+  const void* a = gemm.a;
+  int64_t rows = gemm.m, row_of_a = gemm.transpose_a ? 1 : gemm.pitch_a;
+  if (gemm.beta == 0.0) CALL(e, fill, accum, 0, rows * gemm.n * flce_size_of(gemm.c_dtype));
+  flce_dtype accum_dtype = gemm.c_dtype;
+  gemm.c = block;
+  gemm.c_dtype = plan->dtype;
+  gemm.beta = 0.0;
+  for (int64_t j = 0; j < rows; j += block_rows) {
+    gemm.m = min64(rows - j, block_rows);
+    gemm.a = element_ptr(a, j * row_of_a, plan->dtype);
+    FLCE_TRY(flce_run_gemm(e, gemm));
+    CALL(e, add_block,
+         &(flce_add_block_args){.accum = element_ptr(accum, j * gemm.n, accum_dtype),
+                                .accum_dtype = accum_dtype,
+                                .block = block,
+                                .dtype = plan->dtype,
+                                .pitch = gemm.n,
+                                .rows = gemm.m,
+                                .cols = gemm.n});
+  }
+  return FLCE_OK;
+}
+
 flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
   void* own = buffer_ptr(e, FLCE_BUF_DX_ROWS);
-  return flce_run_gemm(e, (flce_gemm){.m = c->rows,
-                                      .n = h,
-                                      .k = e->problem->shape.vocab,
-                                      .a = c->out.data,
-                                      .b = e->linear_weight,
-                                      .c = own ? own : dx_rows_of(e, c),
-                                      .pitch_a = c->out.pitch,
-                                      .pitch_b = h,
-                                      .pitch_c = h,
-                                      .c_dtype = e->plan->dx_gemm_dtype,
-                                      .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)});
+  flce_gemm gemm = {.m = c->rows,
+                    .n = h,
+                    .k = c->classes,
+                    .a = c->out.data,
+                    .b = weight_of(e, c),
+                    .c = own ? own : dx_rows_of(e, c),
+                    .pitch_a = c->out.pitch,
+                    .pitch_b = h,
+                    .pitch_c = h,
+                    .c_dtype = e->plan->dx_gemm_dtype,
+                    .beta = c->first_class > 0 ? 1.0 : 0.0,
+                    .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)};
+  return accumulate(e, gemm, e->plan->dx_block_rows);
 }
 
-/* dX of the chunk from its GEMM. In form exp the pass also writes scaled_input, since it reads the
- * rows' factors anyway. */
+/* Whether flce_finish_dx writes scaled_input, too: it reads x and its factors anyway. With blocks
+ * of classes dW is computed before dX is finished. */
+static bool dx_scales_input(const execution* e) {
+  return e->plan->form == FLCE_FORM_EXP && e->problem->wants.grad_input &&
+         e->plan->block_classes == 0;
+}
+
+flce_status flce_scale_input(const execution* e, const chunk* c) {
+  void* scaled = scaled_input(e);
+  if (!scaled || dx_scales_input(e) || e->problem->shape.vocab == 0) return FLCE_OK;
+  bool exp_form = e->plan->form == FLCE_FORM_EXP;
+  int64_t h = e->plan->hidden;
+  CALL(e, scale_rows,
+       &(flce_scale_rows_args){.out = scaled,
+                               .out_pitch = h,
+                               .x = input_of(e, c),
+                               .dtype = e->plan->dtype,
+                               .coef = coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID),
+                               .index = c->index,
+                               .rows = c->rows,
+                               .hidden = h});
+  return FLCE_OK;
+}
+
 flce_status flce_finish_dx(const execution* e, const chunk* c) {
   if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   const flce_plan* plan = e->plan;
@@ -59,7 +113,7 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
                                .rows = &finished,
                                .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                .x = input_of(e, c),
-                               .scaled_x = exp_form ? scaled_input(e) : NULL,
+                               .scaled_x = dx_scales_input(e) ? scaled_input(e) : NULL,
                                .hidden = h,
                                .cols = cols});
   return FLCE_OK;
@@ -109,28 +163,15 @@ static flce_status weight_and_bias(const execution* e, const chunk* c, const flc
 /* dW of the chunk, added to its accumulator: E^T (coef x), or dz^T x. */
 static flce_status weight_gradient(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
-  int64_t h = plan->hidden, width = plan->weight_hidden, v = e->problem->shape.vocab;
-  bool exp_form = plan->form == FLCE_FORM_EXP;
-  const void* x = input_of(e, c);
-  void* scaled = scaled_input(e);
-  if (scaled && !(exp_form && e->problem->wants.grad_input))
-    CALL(e, scale_rows,
-         &(flce_scale_rows_args){.out = scaled,
-                                 .out_pitch = h,
-                                 .x = x,
-                                 .dtype = plan->dtype,
-                                 .coef = coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID),
-                                 .index = c->index,
-                                 .rows = c->rows,
-                                 .hidden = h});
-  if (scaled) x = scaled;
-  flce_gemm gemm = {.m = v,
+  int64_t h = plan->hidden, width = plan->weight_hidden;
+  const void *scaled = scaled_input(e), *x = scaled ? scaled : input_of(e, c);
+  flce_gemm gemm = {.m = c->classes,
                     .n = width,
                     .k = c->rows,
                     .transpose_a = true,
                     .a = c->out.data,
                     .b = element_ptr(x, h - width, plan->dtype),
-                    .c = dw_accum(e),
+                    .c = element_ptr(dw_accum(e), c->first_class * width, plan->accum_dtype),
                     .pitch_a = c->out.pitch,
                     .pitch_b = h,
                     .pitch_c = width,
@@ -140,40 +181,23 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
                     .shift = plan->dw_fp16_shift,
                     .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)};
   if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
-  if (plan->dw_block_rows == 0) return flce_run_gemm(e, gemm);
-  void* block = buffer_ptr(e, FLCE_BUF_DW_BLOCK);
-  for (int64_t j = 0; j < v; j += plan->dw_block_rows) {
-    gemm.m = v - j < plan->dw_block_rows ? v - j : plan->dw_block_rows;
-    gemm.a = element_ptr(c->out.data, j, plan->dtype);
-    gemm.c = block;
-    gemm.c_dtype = plan->dtype;
-    gemm.beta = 0.0;
-    FLCE_TRY(flce_run_gemm(e, gemm));
-    CALL(e, add_block,
-         &(flce_add_block_args){.accum = element_ptr(dw_accum(e), j * width, plan->accum_dtype),
-                                .accum_dtype = plan->accum_dtype,
-                                .block = block,
-                                .dtype = plan->dtype,
-                                .pitch = width,
-                                .rows = gemm.m,
-                                .cols = width});
-  }
-  return FLCE_OK;
+  return accumulate(e, gemm, plan->dw_block_rows);
 }
 
 static flce_status bias_gradient(const execution* e, const chunk* c) {
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   CALL(e, column_sum,
-       &(flce_column_sum_args){.out = buffer_ptr(e, FLCE_BUF_DB_ACCUM),
-                               .a = c->out.data,
-                               .a_dtype = e->plan->dtype,
-                               .pitch = c->out.pitch,
-                               .rows = c->rows,
-                               .cols = e->problem->shape.vocab,
-                               .weights = weights,
-                               .accumulate = c->first > 0,
-                               .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
+       &(flce_column_sum_args){
+           .out = element_ptr(buffer_ptr(e, FLCE_BUF_DB_ACCUM), c->first_class, e->stat),
+           .a = c->out.data,
+           .a_dtype = e->plan->dtype,
+           .pitch = c->out.pitch,
+           .rows = c->rows,
+           .cols = c->classes,
+           .weights = weights,
+           .accumulate = c->first > 0,
+           .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
   return FLCE_OK;
 }
 
@@ -232,10 +256,9 @@ flce_status flce_begin_gradients(const execution* e) {
            e->plan->partial_dx_dtype, problem->shape.hidden);
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
-   * chunk, or if add_block adds to it. Sampled gradients have no accumulator. */
+   * chunk. Sampled gradients have no accumulator. */
   bool no_chunks = problem->shape.rows == 0 && !draws_samples(e->plan);
-  if (problem->wants.grad_weight && !sums_in_callers(e) &&
-      (no_chunks || e->plan->dw_block_rows > 0))
+  if (problem->wants.grad_weight && !sums_in_callers(e) && no_chunks)
     CALL(e, fill, dw_accum(e), 0,
          problem->shape.vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));
   if (problem->wants.grad_bias && no_chunks && buffer_ptr(e, FLCE_BUF_DB_ACCUM))

@@ -8,9 +8,13 @@
 flce_status flce_sum_weight(const execution* e);
 /* Initial values of what the chunks add to, and the rows that no chunk holds. */
 flce_status flce_begin_gradients(const execution* e);
-/* The GEMM of the chunk's dX; in form exp it needs no coefficients. */
+/* The GEMM of the chunk's dX; in form exp it needs no coefficients. A block of classes after the
+ * first one is added to the result for those before. */
 flce_status flce_dx_gemm(const execution* e, const chunk* c);
-/* The chunk's dX from the result of that GEMM. */
+/* The B operand of dW's GEMM, a scaled copy of the chunk's rows of x, where flce_finish_dx does not
+ * write it. */
+flce_status flce_scale_input(const execution* e, const chunk* c);
+/* The chunk's dX from the result of its GEMM. */
 flce_status flce_finish_dx(const execution* e, const chunk* c);
 /* Adds the chunk's dW and db to their accumulators. */
 flce_status flce_add_class_gradients(const execution* e, const chunk* c);

@@ -9,6 +9,7 @@
  *                    overwrites them and what is saved of them
  *   gradients        dtypes of dX, dW and db: where they are kept and where the GEMMs write them
  *   the sum of dW    over chunks: in which dtype, and by which kernel
+ *   blocks           whether the gradients are made by blocks of rows and classes (blocks.c)
  *   chunks           their rows, from the bytes of a row (chunks.c). Over many chunks dW is summed
  *                    in a wider dtype, so this part is the last to change one
  *   copies of x      where a chunk's rows of x are copied to
@@ -17,6 +18,7 @@
  * (plan_counts.c). */
 #include "core/plan.h"
 
+#include "core/blocks.h"
 #include "core/buffers.h"
 #include "core/plan_counts.h"
 #include "core/plan_rules.h"
@@ -38,8 +40,8 @@ enum {
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */
   TOKEN_BYTES = 128,
-  /* Bytes of FLCE_BUF_DW_BLOCK: add_block reads it from the cache. */
-  DW_BLOCK_BYTES = 4 << 20,
+  /* Bytes of FLCE_BUF_GEMM_BLOCK: add_block reads it from the cache. */
+  GEMM_BLOCK_BYTES = 4 << 20,
 };
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -93,15 +95,15 @@ static bool needs_logits(const flce_problem* problem) {
 
 /* True if fused_logits produces what the strategy reads: E, float32 logits, or only statistics.
  * dz is a difference that may cancel, so it has to be computed from the same logits as the
- * statistics. With save=stats the backward recomputes the logits with another GEMM. That is
- * accurate enough if they are not rounded (float32), except for probability targets, which may be
- * almost equal to p. */
+ * statistics. With save=stats and by blocks the logits are computed again with another GEMM. That
+ * is accurate enough if they are not rounded (float32), except for probability targets, which may
+ * be almost equal to p. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
   bool reads_z = !only_statistics(plan);
   if (plan->form == FLCE_FORM_EXP || (plan->strategy == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (plan->strategy == FLCE_SAVE_STATS && !reads_z) return !problem->has.probabilities;
+  if (recomputes_logits(plan) && !reads_z) return !problem->has.probabilities;
   bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
@@ -121,7 +123,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
-  bool makes_e = plan->fuses_rows && exp_form && plan->strategy != FLCE_SAVE_STATS;
+  bool makes_e = plan->fuses_rows && exp_form && !recomputes_logits(plan);
   if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
@@ -159,6 +161,7 @@ static void choose_rows(const flce_problem* problem, const flce_facts* facts, fl
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->derived.gathers : facts->skips_rows;
+  skips = skips && !by_blocks(plan); /* the GEMMs of a block skip no rows */
   bool forward_exp = choose_form(problem, plan) == FLCE_FORM_EXP;
   plan->gathers = problem->shape.rows < problem->shape.tokens || (skips && forward_exp);
 }
@@ -197,6 +200,7 @@ static int choose_dw_fp16_shift(int64_t rows) {
  * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
+  if (by_blocks(plan)) return stat; /* it is a sum over blocks of classes */
   flce_dtype own = plan->partial_dx_dtype;
   if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
@@ -220,18 +224,26 @@ static void choose_gradients(const flce_problem* problem, const flce_facts* fact
 
 /* ---- the sum of dW over chunks ---- */
 
+/* Rows of FLCE_BUF_GEMM_BLOCK for a GEMM with `rows` rows of `columns` whose accumulator has this
+ * dtype; 0 where it writes that itself. */
+static int64_t block_rows_of(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype,
+                             int64_t rows, int64_t columns) {
+  if (gemm_writes(plan, facts, dtype)) return 0;
+  int64_t fit = GEMM_BLOCK_BYTES / (columns * flce_size_of(plan->dtype));
+  return min64(rows, max64(fit, TILE_ROWS));
+}
+
 /* Sets in which dtype dW is summed over chunks, and how. */
 static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_facts* facts,
                       flce_plan* plan) {
   plan->accum_dtype = dtype;
   /* The kernel that also sums db writes all columns of dW, the frozen ones included. */
-  bool makes_both =
-      problem->wants.grad_weight && problem->wants.grad_bias && problem->shape.frozen_hidden == 0;
+  bool makes_both = problem->wants.grad_weight && problem->wants.grad_bias &&
+                    problem->shape.frozen_hidden == 0 && !by_blocks(plan);
   plan->bias_parts = makes_both && dtype == plan->dtype ? facts->bias_parts : 0;
-  plan->dw_block_rows = 0;
-  if (draws_samples(plan) || gemm_writes(plan, facts, dtype)) return;
-  int64_t block = DW_BLOCK_BYTES / (plan->weight_hidden * flce_size_of(plan->dtype));
-  plan->dw_block_rows = min64(problem->shape.vocab, block < TILE_ROWS ? TILE_ROWS : block);
+  bool sums = !draws_samples(plan);
+  plan->dw_block_rows =
+      sums ? block_rows_of(plan, facts, dtype, problem->shape.vocab, plan->weight_hidden) : 0;
 }
 
 static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -247,6 +259,7 @@ static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, f
   bool decided = problem->derived.chunk_rows > 0; /* accum_dtype is that of the equal share */
   bool sums = problem->wants.grad_weight && !draws_samples(plan);
   int64_t chunks = plan->strategy == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
+  if (by_blocks(plan)) chunks = ceil_div(problem->shape.rows, plan->block_rows);
   if (problem->dtypes.widens_accum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
     sum_dw_in(flce_stat_dtype(plan->dtype), problem, facts, plan);
 }
@@ -298,7 +311,7 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
                                const flce_plan* plan) {
   chunk_loop loop = any_loop(problem, plan);
-  bool gradients = plan->strategy == FLCE_SAVE_GRADS;
+  bool gradients = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
   loop.makes_logits = true;
   loop.makes_dx &= gradients;
   loop.makes_dw &= gradients;
@@ -351,6 +364,12 @@ static chunk_loop backward_loop(const flce_problem* problem, const flce_plan* pl
 
 static flce_status choose_backward_chunks(const flce_problem* problem, const flce_facts* facts,
                                           flce_plan* plan) {
+  if (by_blocks(plan)) {
+    bool again = plan->strategy == FLCE_SAVE_STATS;
+    plan->backward_chunk_rows = again ? plan->block_rows : 0;
+    plan->backward_chunks = again ? ceil_div(problem->shape.rows, plan->block_rows) : 0;
+    return FLCE_OK;
+  }
   chunk_loop loop = backward_loop(problem, plan);
   if (loop.row_bytes > 0)
     return choose_chunk_rows(problem, facts, &loop, &plan->backward_chunk_rows,
@@ -367,11 +386,11 @@ static flce_status choose_backward_chunks(const flce_problem* problem, const flc
 
 /* A chunk's rows of x are copied for the logits GEMM if they are gathered or padded: to
  * FLCE_BUF_SCALED_X where that exists in the same loop, because the copy for dW is written when
- * this one is no longer needed. */
+ * this one is no longer needed; a loop over blocks needs both. */
 static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
   if (!copies_logits_input(plan)) return;
   bool has_copy = problem->wants.grad_weight && makes_gradients(problem, plan) &&
-                  copies_weight_input(problem, plan) && !plan->draws;
+                  copies_weight_input(problem, plan) && !plan->draws && !by_blocks(plan);
   plan->backward_gathered_x = has_copy ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
   plan->gathered_x =
       plan->strategy == FLCE_SAVE_GRADS ? plan->backward_gathered_x : FLCE_BUF_GATHERED_X;
@@ -379,12 +398,18 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 
 /* ---- the plan ---- */
 
-flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
-                              flce_plan* plan) {
+/* The plan with gradients by blocks of this shape, or by chunks of all classes if that is 0. */
+static flce_status plan_with_blocks(const flce_problem* problem, const flce_facts* facts,
+                                    block_shape block, flce_plan* plan) {
   memset(plan, 0, sizeof *plan);
   plan->strategy = problem->save; /* no longer auto */
   plan->rows = problem->shape.rows;
+  plan->block_rows = block.rows;
+  plan->block_classes = block.classes;
   flce_choose_dtypes(problem, facts, plan);
+  if (by_blocks(plan))
+    plan->dx_block_rows =
+        block_rows_of(plan, facts, plan->dx_gemm_dtype, plan->block_rows, plan->hidden);
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
   FLCE_TRY(choose_backward_chunks(problem, facts, plan));
   widen_dw_sum(problem, facts, plan);
@@ -392,6 +417,25 @@ flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* fac
   flce_list_buffers(problem, facts, plan);
   flce_count_plan(problem, facts, plan);
   return FLCE_OK;
+}
+
+/* The time of the loop that makes the gradients, by chunks of all classes. */
+static double chunks_effort(const flce_problem* problem, const flce_facts* facts,
+                            const flce_plan* plan) {
+  bool grads = plan->strategy == FLCE_SAVE_GRADS;
+  chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
+  return flce_chunks_effort(problem, facts, &loop,
+                            grads ? plan->chunk_rows : plan->backward_chunk_rows);
+}
+
+flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
+                              flce_plan* plan) {
+  block_shape block = {problem->derived.block_rows, problem->derived.block_classes};
+  FLCE_TRY(plan_with_blocks(problem, facts, block, plan));
+  if (problem->derived.chunk_rows > 0) return FLCE_OK;
+  if (!flce_may_use_blocks(problem, facts, plan)) return FLCE_OK;
+  flce_choose_block(problem, facts, plan, chunks_effort(problem, facts, plan), &block);
+  return block.classes > 0 ? plan_with_blocks(problem, facts, block, plan) : FLCE_OK;
 }
 
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {

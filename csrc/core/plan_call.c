@@ -4,8 +4,31 @@
 #include "core/plan_call.h"
 
 #include "backend.h"
-#include "core/chunks.h"
+#include "core/blocks.h"
 #include "core/plan.h"
+#include "environment.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* FLCE_BLOCKS, for measurements and tests: the shape of a block, or "0" for none. */
+static flce_status read_blocks(flce_facts* facts) {
+  const char* text = flce_variable_text(FLCE_VARIABLE_BLOCKS);
+  if (!text) return FLCE_OK;
+  long long rows = 0, classes = 0;
+  int end = 0;
+  facts->asks_block = true;
+  if (strcmp(text, "0") == 0) return FLCE_OK;
+  bool two = sscanf(text, "%lldx%lld%n", &rows, &classes, &end) == 2 && text[end] == 0;
+  if (!two || rows < 1 || classes < 1 || classes % FLCE_BLOCK_CLASS_STEP != 0)
+    return flce_fail(FLCE_INVALID_ARGUMENT,
+                     "FLCE_BLOCKS: expected \"0\" or rows and a multiple of %d classes such as "
+                     "\"2048x4096\", got \"%s\"",
+                     FLCE_BLOCK_CLASS_STEP, text);
+  facts->asked_rows = rows;
+  facts->asked_classes = classes;
+  return FLCE_OK;
+}
 
 /* The facts of the backend for the problem. A rank without a class asks for one
  * class: backends refuse vocab 0. */
@@ -14,7 +37,8 @@ static flce_status ask_facts(const flce_backend* backend, const flce_problem* pr
   flce_problem asked = *problem;
   if (asked.shape.vocab == 0) asked.shape.vocab = asked.shape.weight_rows = 1;
   flce_status status = backend->facts(backend->self, &asked, facts);
-  return status == FLCE_OK ? status : flce_fail(status, "%s", backend->last_error());
+  if (status != FLCE_OK) return flce_fail(status, "%s", backend->last_error());
+  return read_blocks(facts);
 }
 
 flce_problem flce_equal_share(const flce_problem* problem) {
@@ -72,6 +96,8 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   FLCE_TRY(flce_plan_checked(&equal, &facts, plan));
   problem.derived.gathers = plan->gathers;
   problem.derived.chunk_rows = plan->chunk_rows;
+  problem.derived.block_rows = plan->block_rows;
+  problem.derived.block_classes = plan->block_classes;
   problem.dtypes.accum = plan->accum_dtype;
   FLCE_TRY(ask_facts(backend, &problem, &facts));
   return make_with_teacher(backend, &problem, &facts, plan);
@@ -83,6 +109,8 @@ static void replace_backward(const flce_plan* other, unsigned pass, flce_plan* p
   plan->accum_dtype = other->accum_dtype;
   plan->backward_chunk_rows = own ? other->backward_chunk_rows : other->chunk_rows;
   plan->backward_chunks = own ? other->backward_chunks : other->chunks;
+  plan->block_rows = other->block_rows;
+  plan->block_classes = other->block_classes;
   plan->backward_gemms = own ? other->backward_gemms : other->forward_gemms;
   plan->backward_workspace_bytes =
       own ? other->backward_workspace_bytes : other->forward_workspace_bytes;

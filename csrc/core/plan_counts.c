@@ -5,9 +5,33 @@
 #include "backend.h"
 #include "core/plan_rules.h"
 
+/* GEMMs of a matrix of `rows` rows, which are run `step` rows at a time; 0: all at once. */
+static int64_t gemms_of_rows(int64_t rows, int64_t step) {
+  return step > 0 ? ceil_div(rows, step) : 1;
+}
+
+static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) {
+  int64_t gemms = 0;
+  for (int64_t n = 0; n < problem->shape.rows; n += plan->block_rows)
+    for (int64_t v = 0; v < problem->shape.vocab; v += plan->block_classes) {
+      int64_t rows = min64(plan->block_rows, problem->shape.rows - n),
+              classes = min64(plan->block_classes, problem->shape.vocab - v);
+      gemms++;
+      if (problem->wants.grad_input) gemms += gemms_of_rows(rows, plan->dx_block_rows);
+      if (problem->wants.grad_weight) gemms += gemms_of_rows(classes, plan->dw_block_rows);
+    }
+  bool grads = plan->strategy == FLCE_SAVE_GRADS;
+  plan->forward_gemms = plan->chunks + (grads ? gemms : 0);
+  plan->backward_gemms = grads ? 0 : gemms;
+}
+
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_block_rows ? ceil_div(problem->shape.vocab, plan->dw_block_rows) : 1;
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
+  if (by_blocks(plan)) {
+    count_gemms_of_blocks(problem, plan);
+    return;
+  }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
   plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
@@ -31,7 +55,8 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
-  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
+  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || plan->compares ||
+                    (grads && gradients && !by_blocks(plan));
   int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
   if (plan->compares) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
@@ -55,7 +80,6 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
  * multiply-add. Both kinds of gradients write dW once. */
 static double estimate_sampled_time(const flce_problem* problem, const flce_facts* facts,
                                     const flce_plan* plan) {
-  const double kSlowAddsPerByte = 8.0;
   double n = (double)problem->shape.rows, h = (double)plan->hidden,
          v = (double)problem->shape.vocab;
   double gemms = (problem->wants.grad_input ? 1.0 : 0.0) + (problem->wants.grad_weight ? 1.0 : 0.0);

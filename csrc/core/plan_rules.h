@@ -8,9 +8,17 @@ static inline bool makes_gradients(const flce_problem* problem, const flce_plan*
   return plan->strategy != FLCE_SAVE_NOTHING &&
          (problem->wants.grad_input || problem->wants.grad_weight || problem->wants.grad_bias);
 }
+/* True if gradients are made by blocks of rows and classes, from logits that are computed again. */
+static inline bool by_blocks(const flce_plan* plan) {
+  return plan->block_classes > 0;
+}
+/* True if the pass that makes the gradients computes the logits again. */
+static inline bool recomputes_logits(const flce_plan* plan) {
+  return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
+}
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
-  bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || plan->strategy == FLCE_SAVE_STATS;
+  bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || recomputes_logits(plan);
   return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
 }
 /* True if gradients are sums over lists, not GEMMs. */

@@ -7,19 +7,20 @@
 #include <string.h>
 
 /* The buffers' names, X(flce_buffer_id without FLCE_BUF_, its name). */
-#define FLCE_BUFFER_NAMES(X)                                                                       \
-  X(LOSS, loss), X(ROW_LOSS, row_loss), X(STATS, stats), X(SCALARS, scalars), X(SAVED, saved),     \
-      X(PREDICTIONS, predictions), X(CLASSES, classes), X(CLASS_LOGITS, class_logits),             \
-      X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight), X(GRAD_BIAS, grad_bias),             \
-      X(ROUNDED, rounded), X(INPUT_CAST, input_cast), X(WEIGHT_CAST, weight_cast),                 \
-      X(BIAS_CAST, bias_cast), X(LOGITS, logits), X(DZ_SCALE, dz_unit), X(COEF, coef),             \
-      X(INDEX, index), X(GATHERED_X, gathered_x), X(GATHERED_COEF, gathered_coef),                 \
-      X(DX_ROWS, dx_rows), X(SCALED_X, scaled_x), X(DW_ACCUM, dw_accum), X(DW_BLOCK, dw_block),    \
-      X(DB_ACCUM, db_accum), X(DB_PARTS, db_parts), X(SMOOTH, smooth), X(ORDER, order),            \
-      X(SAMPLES, samples), X(SAMPLE_ORDER, sample_order), X(COLUMN_SUM, column_sum),               \
-      X(FUSED, fused), X(GEMM, gemm_workspace), X(TEACHER, teacher), X(DIVERGENCE, divergence),    \
-      X(SHARD_INPUT, shard_input), X(SHARD_TARGET, shard_target), X(SHARD_SCALARS, shard_scalars), \
-      X(SHARD_STATS, shard_stats), X(PARTIAL_DX, own_terms), X(RECEIVED_DX, received_terms)
+#define FLCE_BUFFER_NAMES(X)                                                                      \
+  X(LOSS, loss), X(ROW_LOSS, row_loss), X(STATS, stats), X(SCALARS, scalars), X(SAVED, saved),    \
+      X(PREDICTIONS, predictions), X(CLASSES, classes), X(CLASS_LOGITS, class_logits),            \
+      X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight), X(GRAD_BIAS, grad_bias),            \
+      X(ROUNDED, rounded), X(INPUT_CAST, input_cast), X(WEIGHT_CAST, weight_cast),                \
+      X(BIAS_CAST, bias_cast), X(LOGITS, logits), X(DZ_SCALE, dz_unit), X(COEF, coef),            \
+      X(INDEX, index), X(GATHERED_X, gathered_x), X(GATHERED_COEF, gathered_coef),                \
+      X(DX_ROWS, dx_rows), X(SCALED_X, scaled_x), X(DW_ACCUM, dw_accum),                          \
+      X(GEMM_BLOCK, gemm_block), X(DB_ACCUM, db_accum), X(DB_PARTS, db_parts), X(SMOOTH, smooth), \
+      X(ORDER, order), X(SAMPLES, samples), X(SAMPLE_ORDER, sample_order),                        \
+      X(COLUMN_SUM, column_sum), X(FUSED, fused), X(GEMM, gemm_workspace), X(TEACHER, teacher),   \
+      X(DIVERGENCE, divergence), X(SHARD_INPUT, shard_input), X(SHARD_TARGET, shard_target),      \
+      X(SHARD_SCALARS, shard_scalars), X(SHARD_STATS, shard_stats), X(PARTIAL_DX, own_terms),     \
+      X(RECEIVED_DX, received_terms)
 #define FLCE_NAME(id, name) [FLCE_BUF_##id] = #name
 static const char* const kBuffers[FLCE_BUF_COUNT] = {FLCE_BUFFER_NAMES(FLCE_NAME)};
 #undef FLCE_NAME
@@ -60,6 +61,9 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
          "rows=%lld chunk_rows=%lld chunks=%lld backward_chunk_rows=%lld backward_chunks=%lld\n",
          (long long)plan->rows, (long long)plan->chunk_rows, (long long)plan->chunks,
          (long long)plan->backward_chunk_rows, (long long)plan->backward_chunks);
+  if (plan->block_classes > 0)
+    append(text, size, &used, "gradients by blocks: block_rows=%lld block_classes=%lld\n",
+           (long long)plan->block_rows, (long long)plan->block_classes);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld sampled_time=%.3g\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms, plan->sampled_time);
   if (plan->strategy == FLCE_SAVE_STATS)
@@ -86,9 +90,10 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   return used;
 }
 
-#define FLCE_PLAN_SIZES(X)                                                                         \
-  X(rows), X(chunk_rows), X(chunks), X(backward_chunk_rows), X(backward_chunks), X(forward_gemms), \
-      X(backward_gemms), X(forward_peak_bytes), X(backward_peak_bytes), X(peak_bytes), X(ranks)
+#define FLCE_PLAN_SIZES(X)                                                                      \
+  X(rows), X(chunk_rows), X(chunks), X(backward_chunk_rows), X(backward_chunks), X(block_rows), \
+      X(block_classes), X(forward_gemms), X(backward_gemms), X(forward_peak_bytes),             \
+      X(backward_peak_bytes), X(peak_bytes), X(ranks)
 
 int64_t flce_plan_json(const flce_plan* plan, char* text, int64_t size) {
   int64_t used = 0;

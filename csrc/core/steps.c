@@ -70,11 +70,11 @@ flce_status flce_copy_input(const execution* e, const chunk* c) {
 flce_gemm flce_logits_gemm(const execution* e, const chunk* c) {
   int64_t h = e->plan->hidden;
   return (flce_gemm){.m = c->rows,
-                     .n = e->problem->shape.vocab,
+                     .n = c->classes,
                      .k = h,
                      .transpose_b = true,
                      .a = c->copied_x ? c->copied_x : input_of(e, c),
-                     .b = e->linear_weight,
+                     .b = weight_of(e, c),
                      .c = c->z.data,
                      .pitch_a = e->plan->input_pitch,
                      .pitch_b = h,
@@ -85,16 +85,22 @@ flce_gemm flce_logits_gemm(const execution* e, const chunk* c) {
 
 flce_status flce_run_logits_gemm(const execution* e, const chunk* c) {
   flce_gemm gemm = flce_logits_gemm(e, c);
-  gemm.bias = e->plan->gemm_adds_bias ? e->bias : NULL;
+  if (e->plan->gemm_adds_bias) gemm.bias = optional_ptr(e->bias, c->first_class, e->stat);
   return flce_run_gemm(e, gemm);
 }
 
 /* ---- gradients ---- */
 
 /* The exchange of dX begins as soon as its last chunk is complete. */
-flce_status flce_add_gradients(const execution* e, const chunk* c) {
+flce_status flce_finish_chunk_dx(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_dx(e, c));
-  if (c->first + c->rows == e->problem->shape.rows) FLCE_TRY(flce_begin_all_to_all_dx(e));
+  if (c->first + c->rows < e->problem->shape.rows) return FLCE_OK;
+  return flce_begin_all_to_all_dx(e);
+}
+
+flce_status flce_add_gradients(const execution* e, const chunk* c) {
+  FLCE_TRY(flce_finish_chunk_dx(e, c));
+  FLCE_TRY(flce_scale_input(e, c));
   return flce_add_class_gradients(e, c);
 }
 

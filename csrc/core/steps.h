@@ -29,6 +29,8 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c);
 
 /* ---- gradients ---- */
 
+/* The chunk's dX from the result of its GEMM. */
+flce_status flce_finish_chunk_dx(const execution* e, const chunk* c);
 /* The chunk's dX from the result of its GEMM, and its dW and db, added to those of the others. */
 flce_status flce_add_gradients(const execution* e, const chunk* c);
 /* After the last chunk: what no GEMM computes, the sum of dX over the ranks, rounding. */

@@ -56,7 +56,7 @@ static double gradient_of_column(const row_pass* pass, const row_terms* terms, i
   const flce_rows* rows = pass->rows;
   row_terms own = *terms;
   double target = 0.0, pull = terms->smooth;
-  if (rows->target && rows->target[i] == column) {
+  if (flce_target_column(rows, i) == column) {
     target = row_coef(pass, FLCE_COEF_TARGET, i);
     own.row = 0.0;
   }

@@ -41,7 +41,15 @@ static inline flce_row_kind flce_row_kind_at(const flce_rows* rows, int64_t i) {
   if (!rows->target) return FLCE_ROW_VALID;
   int64_t y = rows->target[i];
   if (y == rows->options.ignore_index) return FLCE_ROW_IGNORED;
-  return y >= 0 && y < rows->vocab ? FLCE_ROW_VALID : FLCE_ROW_OUT_OF_RANGE;
+  int64_t classes = rows->earlier_classes + rows->vocab + rows->later_classes;
+  return y >= 0 && y < classes ? FLCE_ROW_VALID : FLCE_ROW_OUT_OF_RANGE;
+}
+
+/* The column of a row's target; -1 for probabilities, and where it is not among the columns. */
+static inline int64_t flce_target_column(const flce_rows* rows, int64_t i) {
+  if (!rows->target) return -1;
+  int64_t column = rows->target[i] - rows->earlier_classes;
+  return column >= 0 && column < rows->vocab ? column : -1;
 }
 
 /* backend.c. They return FLCE_INVALID_ARGUMENT if FLCE_CPU_VARIANT names a variant that is unknown

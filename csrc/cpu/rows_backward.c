@@ -18,6 +18,7 @@ static void plain_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y
   else
     pass->kernels->grad_exp(out, z, rows->bias, terms.offset, terms.row, weight, terms.smooth,
                             rows->vocab);
+  if (y < 0) return;
   if (rows->coef)
     flce_store(out, pass->dtype, y,
                row_coef(pass, FLCE_COEF_TARGET, i) + terms.tail_of_target -
@@ -60,7 +61,7 @@ static void grad_row(const row_pass* pass, int64_t r) {
     flce_cpu_fill_row(pass, r, kind == FLCE_ROW_OUT_OF_RANGE ? NAN : 0.0);
     return;
   }
-  int64_t y = rows->target ? rows->target[i] : -1;
+  int64_t y = flce_target_column(rows, i);
   if (pass->z_is_exp && has_entropy(pass, i))
     entropy_gradient(pass, r, i, y);
   else if (!pass->z_is_exp && (pass->general || has_entropy(pass, i)))

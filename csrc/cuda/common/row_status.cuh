@@ -26,7 +26,8 @@ __device__ __forceinline__ RowRef row_ref_at(const flce_rows& r, int64_t at, int
   if (at < 0) return {at, kRowAbsent};
   if (!r.target) return {at, kRowValid}; /* probabilities */
   if (y == r.options.ignore_index) return {at, kRowIgnored};
-  return {at, y >= 0 && y < r.vocab ? kRowValid : kRowOutOfRange};
+  const int64_t classes = r.earlier_classes + r.vocab + r.later_classes;
+  return {at, y >= 0 && y < classes ? kRowValid : kRowOutOfRange};
 }
 
 __device__ __forceinline__ int64_t target_at(const flce_rows& r, int64_t at) {

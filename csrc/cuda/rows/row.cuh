@@ -305,8 +305,9 @@ struct Row {
   const Z* z;
   const S *bias, *class_weight;
   const void* probabilities;
-  int vocab, target, lead, vectors; /* target: its column, or -1 with probabilities */
-  S scale;                          /* all but the general kernels: l = scale z */
+  /* target: its column, -1 with probabilities; of a block of the classes it may be another's */
+  int vocab, target, lead, vectors;
+  S scale; /* all but the general kernels: l = scale z */
   /* General kernels: l = outer_scale curve(inner_scale z), inverse = 1 / outer_scale. */
   flce_curve curve;
   S inner_scale, outer_scale, inverse;
@@ -350,7 +351,7 @@ __device__ __forceinline__ Row<Z> open_row_view(const row_args& p, int64_t at) {
   row.bias = (const S*)r.bias;
   row.class_weight = (const S*)r.class_weight;
   row.vocab = (int)r.vocab;
-  row.target = KIND == kGeneral && !r.target ? -1 : (int)r.target[at];
+  row.target = KIND == kGeneral && !r.target ? -1 : (int)(r.target[at] - r.earlier_classes);
   row.lead = lead_of(row.z);
   row.vectors = vectors_of<Z>(row.lead, row.vocab);
   row.scale = scale_of(p, S(0));

@@ -62,13 +62,14 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
   GradRow<S> g = {};
   g.offset = stat_row<S>(r, FLCE_STAT_OFFSET)[at];
   g.factor = (S)(z_is_exp ? 1.0 : scale);
-  g.set_target = hide_target && row.target >= 0;
+  const bool has_target = (unsigned)row.target < (unsigned)row.vocab;
+  g.set_target = hide_target && has_target;
   if (!r.coef) return g;
   const S* coef = (const S*)r.coef + at;
   g.factor = coef[FLCE_COEF_ROW * r.stat_pitch];
   if (z_is_exp) g.factor /= (S)scale;
   g.target = coef[FLCE_COEF_TARGET * r.stat_pitch];
-  g.set_target = row.target >= 0;
+  g.set_target = has_target;
   if constexpr (KIND == kGeneral) {
     g.smooth = coef[FLCE_COEF_SMOOTH * r.stat_pitch];
     g.soft = coef[FLCE_COEF_SOFT * r.stat_pitch];

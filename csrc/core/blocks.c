@@ -1,0 +1,167 @@
+/* Whether gradients are made by blocks of rows and classes, and the shape of a block. Pure
+ * functions, part of the plan.
+ *
+ * A loop over chunks of all classes reads and writes dW once for each chunk, which is most of its
+ * time where max_memory holds few rows. A loop over blocks computes the logits once more, after a
+ * pass for the statistics, and reads and writes dW once for many more rows. The unit of time is
+ * that of chunks.c. The constants were fitted to the block shapes of six heads on an H100
+ * (benchmarks/NOTES.md, 2026-11-27, blocks). */
+#include "core/blocks.h"
+
+#include "core/plan_rules.h"
+
+#include <math.h>
+
+enum {
+  CLASS_STEP = 256, /* of a GEMM's tiles: classes of larger blocks are a multiple */
+  ROW_STEP = 128,   /* of a GEMM's tiles */
+  SMALL_ROW_STEP = 8,
+};
+
+/* Launches of a block's GEMMs and row pass, 12 us on an H100. */
+static const double kBlockEffort = 0x1p32;
+/* The part of the row pass's traffic that is not hidden: a block's logits are in the L2 cache. */
+static const double kRowPassShare = 0.5;
+
+bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
+                         const flce_plan* plan) {
+  bool grads = plan->strategy == FLCE_SAVE_GRADS, stats = plan->strategy == FLCE_SAVE_STATS;
+  bool asks = facts->asks_block || !problem->memory.bound_is_default;
+  bool reads_logits = (grads && (plan->finds_classes || plan->sums_tail)) || plan->compares;
+  return asks && (grads || stats) && !reads_logits && !problem->has.logits &&
+         makes_gradients(problem, plan) && problem->shape.rows > 0 && problem->shape.vocab > 0;
+}
+
+/* What the model and the memory of a block depend on. */
+typedef struct block_loop {
+  const flce_problem* problem;
+  const flce_facts* facts;
+  const flce_plan* plan;
+  bool modelled;     /* see flce_is_modelled */
+  int64_t row_bytes; /* of a row but for its logits: dX in the stat dtype, copies of x */
+  int64_t z_size;    /* bytes of a logit */
+} block_loop;
+
+static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
+                          const flce_plan* plan) {
+  int64_t size = flce_size_of(plan->dtype), stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  bool copies = problem->shape.rows < problem->shape.tokens || plan->input_pitch != plan->hidden;
+  int64_t row_bytes = 0;
+  if (problem->wants.grad_input) row_bytes += plan->hidden * stat;
+  if (problem->wants.grad_weight && copies_weight_input(problem, plan))
+    row_bytes += plan->hidden * size;
+  if (copies) row_bytes += plan->input_pitch * size;
+  bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype;
+  return (block_loop){.problem = problem,
+                      .facts = facts,
+                      .plan = plan,
+                      .modelled = flce_is_modelled(facts, plan->dtype),
+                      .row_bytes = row_bytes,
+                      .z_size = wide ? stat : size};
+}
+
+/* A GEMM of the model, in waves of whole tiles. */
+static double tiled_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k) {
+  enum { TILES = 3 };
+  static const struct {
+    int64_t rows, columns;
+    double effort; /* of an element, relative to the largest tiles */
+  } kTiles[TILES] = {{128, 256, 1.0}, {256, 128, 1.0}, {128, 128, 1.06}};
+  double best = INFINITY;
+  for (int i = 0; i < TILES; i++) {
+    int64_t tiles = ceil_div(m, kTiles[i].rows) * ceil_div(n, kTiles[i].columns);
+    int64_t waves = ceil_div(tiles, loop->facts->multiprocessors);
+    double size = kTiles[i].effort * (double)(kTiles[i].rows * kTiles[i].columns);
+    best = fmin(best, (double)waves * size);
+  }
+  return best * (double)(loop->facts->multiprocessors * k);
+}
+
+/* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
+ * it. The mainloop hides part of the sum's traffic, more the longer it is (chunks.c: dw_effort). */
+static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k, int64_t size,
+                          bool sums) {
+  if (!loop->modelled) return plain_gemm_effort(m, n, k, size, sums);
+  double effort = tiled_effort(loop, m, n, k);
+  if (!sums) return effort;
+  double elements = (double)m * (double)n;
+  double moves = elements * 2.0 * (double)size * kAddsPerByte;
+  double hidden = 0.58 * elements * (double)k / moves - 0.2;
+  return effort + (1.0 - fmin(fmax(hidden, 0.0), 0.88)) * moves;
+}
+
+static double block_effort(const block_loop* loop, block_shape block) {
+  const flce_plan* plan = loop->plan;
+  int64_t h = plan->hidden, stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  double adds_per_byte = loop->modelled ? kAddsPerByte : kSlowAddsPerByte;
+  double logits = (double)block.rows * (double)block.classes;
+  double moved = logits * (double)(loop->z_size + flce_size_of(plan->dtype));
+  double effort = loop->modelled ? kBlockEffort : 0.0;
+  effort += gemm_effort(loop, block.rows, block.classes, h, loop->z_size, false);
+  effort += kRowPassShare * moved * adds_per_byte;
+  if (loop->problem->wants.grad_input)
+    effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
+  if (loop->problem->wants.grad_weight)
+    effort += gemm_effort(loop, block.classes, plan->weight_hidden, block.rows,
+                          flce_size_of(plan->accum_dtype), true);
+  return effort;
+}
+
+/* The pass for the statistics, which a loop over chunks of save=grads does not need: there the
+ * logits are computed once. */
+static double statistics_effort(const block_loop* loop) {
+  const flce_problem* problem = loop->problem;
+  if (loop->plan->strategy != FLCE_SAVE_GRADS) return 0.0;
+  int64_t n = problem->shape.rows, v = problem->shape.vocab, h = loop->plan->hidden;
+  return gemm_effort(loop, n, v, h, loop->z_size, false);
+}
+
+static double loop_effort(const block_loop* loop, block_shape block) {
+  double blocks = (double)(ceil_div(loop->problem->shape.rows, block.rows) *
+                           ceil_div(loop->problem->shape.vocab, block.classes));
+  return blocks * block_effort(loop, block);
+}
+
+/* The most classes of a block of so many rows within max_memory; 0 if there are too few. */
+static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
+  int64_t left = loop->problem->memory.bound - rows * loop->row_bytes;
+  int64_t fit = left / (rows * loop->z_size);
+  fit = fit >= CLASS_STEP ? fit / CLASS_STEP * CLASS_STEP
+                          : fit / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
+  return min64(max64(fit, 0), round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
+}
+
+/* The numbers of chunks of rows that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ... */
+static int64_t next_number(int64_t chunks) {
+  bool power_of_two = (chunks & (chunks - 1)) == 0;
+  if (chunks == 1) return 2;
+  return power_of_two ? chunks / 2 * 3 : chunks / 3 * 4;
+}
+
+void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
+                       double chunks_effort, block_shape* block) {
+  enum { MOST_CHUNKS = 1024, HALVES = 3 };
+  const block_loop loop = loop_of(problem, facts, plan);
+  double least = chunks_effort - statistics_effort(&loop);
+  int64_t n = problem->shape.rows;
+  *block = (block_shape){0};
+  if (facts->asks_block) {
+    *block = (block_shape){min64(facts->asked_rows, n), facts->asked_classes};
+    return;
+  }
+  for (int64_t chunks = 1; chunks <= MOST_CHUNKS; chunks = next_number(chunks)) {
+    int64_t rows = ceil_div(n, chunks);
+    rows = min64(round_up(rows, rows > ROW_STEP ? ROW_STEP : SMALL_ROW_STEP), n);
+    int64_t fit = fitting_classes(&loop, rows);
+    for (int half = 0; half < HALVES && fit >= FLCE_BLOCK_CLASS_STEP; half++) {
+      const block_shape tried = {rows, fit};
+      double effort = loop_effort(&loop, tried);
+      if (effort < least) {
+        least = effort;
+        *block = tried;
+      }
+      fit = fit / 2 / CLASS_STEP * CLASS_STEP;
+    }
+    if (rows <= SMALL_ROW_STEP) break;
+  }
+}

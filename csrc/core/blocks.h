@@ -1,0 +1,26 @@
+/* The choice of blocks of rows and classes, by which gradients are made under a small
+ * max_memory. */
+#ifndef FLCE_BLOCKS_H
+#define FLCE_BLOCKS_H
+
+#include "core/chunks.h"
+
+/* Classes of a block are a multiple: rows of its logits, E and dz then start at multiples of every
+ * device's row_alignment. */
+enum { FLCE_BLOCK_CLASS_STEP = 64 };
+
+typedef struct block_shape {
+  int64_t rows, classes; /* 0: chunks of all classes */
+} block_shape;
+
+/* Whether the loop that makes the gradients could be one over blocks: only its logits and the
+ * statistics of all rows are read, and the caller has given max_memory. */
+bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
+                         const flce_plan* plan);
+
+/* *block: the shape whose loop takes the least time within max_memory, or 0 if none takes less than
+ * `chunks_effort`, that of the loop over chunks of all classes of `plan`. */
+void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
+                       double chunks_effort, block_shape* block);
+
+#endif
