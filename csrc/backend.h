@@ -67,6 +67,11 @@ struct flce_backend {
   /* The second call; see fused_logits. */
   flce_status (*fused_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                   const void* factor, void* coef, void* scratch);
+  /* The logits GEMM fused with grad_rows where coef is NULL and hide_target is set: out = E of the
+   * columns of `rows`, a block of the classes, from the statistics. The blocks of the same rows are
+   * called from the first class on, with one scratch: the call with earlier_classes 0 writes there
+   * what the others read. gemm->c is NULL. Only if facts.fused_row_bytes > 0; bfloat16. */
+  flce_status (*fused_exp)(void* self, const flce_gemm* gemm, const flce_rows* rows, void* scratch);
   /* z and statistics -> rows of E or dz. rows->coef NULL: out = scale * exp(l - c) (1 - tanh^2),
    * and 0 in the target's column if hide_target. Else out = dz by the formula of enum
    * flce_coef_row. z_is_exp: z already holds `scale` * exp(l - c), the result of an earlier call
@@ -233,7 +238,7 @@ struct flce_backend {
   FLCE_EACH(X, sample_rows, sampled_grad_input, order_samples, sampled_grad_weight,              \
             sampled_grad_bias, scale_grads)                                                      \
   X(top_classes) X(class_logits) X(class_gradients) X(tail_rows) X(divergence_rows)
-#define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(grad_weight_gemm)
+#define FLCE_FUSED_FUNCTIONS(X) X(fused_logits) X(fused_statistics) X(fused_exp) X(grad_weight_gemm)
 
 #ifdef __cplusplus
 }

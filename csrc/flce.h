@@ -181,6 +181,7 @@ typedef struct flce_plan {
   int64_t backward_chunk_rows, backward_chunks;
   /* Rows and classes of a block, where gradients are made by blocks (engine.c); else 0. */
   int64_t block_rows, block_classes;
+  bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
   bool gemm_adds_bias;    /* the logits GEMM or fused_logits adds b; the row passes do not */

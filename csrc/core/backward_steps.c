@@ -43,6 +43,27 @@ static flce_status write_gradient(const execution* e, const chunk* c, double sca
   return FLCE_OK;
 }
 
+/* E of a block of classes, by the logits GEMM's epilogue. */
+static flce_status fused_exp(const execution* e, const chunk* c) {
+  const flce_gemm gemm = flce_logits_gemm(e, c);
+  flce_rows rows = rows_of(e, c);
+  set_out(&rows, &c->out);
+  rows.bias = optional_ptr(e->bias, c->first_class, e->stat);
+  /* E is all that is made. */
+  rows.options.label_smoothing = 0.0;
+  rows.wants_entropy = false;
+  rows.predictions = NULL;
+  flce_count_gemm();
+  CALL(e, fused_exp, &gemm, &rows, buffer_ptr(e, FLCE_BUF_FUSED));
+  return FLCE_OK;
+}
+
+flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c) {
+  if (e->plan->fuses_blocks) return fused_exp(e, c);
+  FLCE_TRY(flce_run_logits_gemm(e, c));
+  return flce_exp_or_dz(e, c);
+}
+
 flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
   return e->problem->shape.vocab == 0 ? FLCE_OK : write_gradient(e, c, 1.0, false);
 }

@@ -12,6 +12,9 @@ flce_status flce_recompute_logits(const execution* e, const chunk* c);
  * knows no upstream gradient, because coef has them all; in form dz the gradient by the logits,
  * made with coef. */
 flce_status flce_exp_or_dz(const execution* e, const chunk* c);
+/* E or dz of a block of classes, with the logits GEMM: a loss of the forward with save=grads, or
+ * the upstream gradients of a backward. */
+flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c);
 /* The same from what is saved: dz. Nothing in form exp, where E is what is saved. */
 flce_status flce_dz_of_saved(const execution* e, const chunk* c);
 /* Sorts the tokens by target for what flce_finish_gradients() adds in form exp. A forward has done

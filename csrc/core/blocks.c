@@ -37,9 +37,11 @@ typedef struct block_loop {
   const flce_problem* problem;
   const flce_facts* facts;
   const flce_plan* plan;
-  bool modelled;     /* see flce_is_modelled */
-  int64_t row_bytes; /* of a row but for its logits: dX in the stat dtype, copies of x */
-  int64_t z_size;    /* bytes of a logit */
+  bool modelled;          /* see flce_is_modelled */
+  bool fuses;             /* E of a block comes from fused_exp */
+  flce_dtype accum_dtype; /* of the sum of dW, which is not widened */
+  int64_t row_bytes;      /* of a row but for its logits: dX in the stat dtype, copies of x */
+  int64_t z_size;         /* bytes of a logit */
 } block_loop;
 
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
@@ -51,11 +53,16 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
   if (problem->wants.grad_weight && copies_weight_input(problem, plan))
     row_bytes += plan->hidden * size;
   if (copies) row_bytes += plan->input_pitch * size;
-  bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype;
+  flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
+  bool sums_wide = problem->dtypes.accum == stat_dtype || plan->grad_weight_dtype == stat_dtype;
+  bool fuses = may_fuse_blocks(facts, plan);
+  bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype && !fuses;
   return (block_loop){.problem = problem,
                       .facts = facts,
                       .plan = plan,
+                      .fuses = fuses,
                       .modelled = flce_is_modelled(facts, plan->dtype),
+                      .accum_dtype = sums_wide ? stat_dtype : plan->dtype,
                       .row_bytes = row_bytes,
                       .z_size = wide ? stat : size};
 }
@@ -98,12 +105,12 @@ static double block_effort(const block_loop* loop, block_shape block) {
   double moved = logits * (double)(loop->z_size + flce_size_of(plan->dtype));
   double effort = loop->modelled ? kBlockEffort : 0.0;
   effort += gemm_effort(loop, block.rows, block.classes, h, loop->z_size, false);
-  effort += kRowPassShare * moved * adds_per_byte;
+  if (!loop->fuses) effort += kRowPassShare * moved * adds_per_byte;
   if (loop->problem->wants.grad_input)
     effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
   if (loop->problem->wants.grad_weight)
     effort += gemm_effort(loop, block.classes, plan->weight_hidden, block.rows,
-                          flce_size_of(plan->accum_dtype), true);
+                          flce_size_of(loop->accum_dtype), true);
   return effort;
 }
 
@@ -122,27 +129,40 @@ static double loop_effort(const block_loop* loop, block_shape block) {
   return blocks * block_effort(loop, block);
 }
 
-/* The most classes of a block of so many rows within max_memory; 0 if there are too few. */
+/* The fewest rows of a block: with fewer, dW would be a sum over so many chunks that 16 bits are
+ * not enough, and a float32 sum takes more than all blocks. */
+static int64_t fewest_rows(const block_loop* loop) {
+  const flce_problem* problem = loop->problem;
+  bool widens = problem->dtypes.widens_accum && problem->wants.grad_weight;
+  if (!widens || loop->accum_dtype == flce_stat_dtype(loop->plan->dtype)) return 1;
+  int64_t rows = ceil_div(problem->shape.rows, FLCE_WIDE_SUM_CHUNKS - 1);
+  return min64(round_up(rows, rows > ROW_STEP ? ROW_STEP : SMALL_ROW_STEP), problem->shape.rows);
+}
+
+/* The most classes of a block of so many rows within max_memory; 0 if there are too few. Where the
+ * fewest rows leave less than a quarter of it for the logits, these get that much. */
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
-  int64_t left = loop->problem->memory.bound - rows * loop->row_bytes;
+  int64_t bound = loop->problem->memory.bound, left = bound - rows * loop->row_bytes;
+  if (rows <= fewest_rows(loop)) left = max64(left, bound / 4);
   int64_t fit = left / (rows * loop->z_size);
   fit = fit >= CLASS_STEP ? fit / CLASS_STEP * CLASS_STEP
                           : fit / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
   return min64(max64(fit, 0), round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
 }
 
-/* The numbers of chunks of rows that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ... */
+/* The numbers of chunks of rows that are tried: 1 to 8, then about an eighth more each time. */
 static int64_t next_number(int64_t chunks) {
-  bool power_of_two = (chunks & (chunks - 1)) == 0;
-  if (chunks == 1) return 2;
-  return power_of_two ? chunks / 2 * 3 : chunks / 3 * 4;
+  return chunks + max64(chunks / 8, 1);
 }
 
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
                        double chunks_effort, block_shape* block) {
   enum { MOST_CHUNKS = 1024, HALVES = 3 };
   const block_loop loop = loop_of(problem, facts, plan);
-  double least = chunks_effort - statistics_effort(&loop);
+  /* A sum of dW that chunks would widen takes more memory than blocks save. */
+  const double kWideSumCosts = 1.15;
+  bool widens = plan->accum_dtype != loop.accum_dtype;
+  double least = chunks_effort * (widens ? kWideSumCosts : 1.0) - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
   *block = (block_shape){0};
   if (facts->asks_block) {
@@ -162,6 +182,6 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
       }
       fit = fit / 2 / CLASS_STEP * CLASS_STEP;
     }
-    if (rows <= SMALL_ROW_STEP) break;
+    if (rows <= max64(SMALL_ROW_STEP, fewest_rows(&loop))) break;
   }
 }

@@ -158,12 +158,15 @@ static int64_t backward_logits_bytes(const flce_plan* plan) {
 static void list_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   const bool reduces = problem->reduction != FLCE_NONE;
   const int64_t logits = forward_logits_rows(problem, plan) * logits_row(plan);
-  const int64_t block = plan->block_rows * plan->block_classes * flce_size_of(plan->z_dtype);
+  const flce_dtype block_dtype = plan->fuses_blocks ? plan->exp_dtype : plan->z_dtype;
+  const int64_t block = plan->block_rows * plan->block_classes * flce_size_of(block_dtype);
   const table_row rows[] = {
       {FLCE_BUF_LOGITS, true, FORWARD, logits},
       {FLCE_BUF_LOGITS, true, BACKWARD, backward_logits_bytes(plan)},
       {FLCE_BUF_LOGITS, by_blocks(plan), gradient_pass(plan), block},
       {FLCE_BUF_FUSED, plan->fuses_rows, FORWARD, plan->chunk_rows * facts->fused_row_bytes},
+      {FLCE_BUF_FUSED, plan->fuses_blocks, gradient_pass(plan),
+       plan->block_rows * facts->fused_row_bytes},
       {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->shape.tokens * stat_size(plan)},
       {FLCE_BUF_GEMM, true, both_passes(plan), facts->gemm_workspace_bytes},
       {FLCE_BUF_TEACHER, problem->divergence.teacher != NULL, FORWARD,

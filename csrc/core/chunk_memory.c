@@ -112,7 +112,12 @@ chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) 
   chunk c = *rows;
   c.first_class = first_class;
   c.classes = min64(left, pitch);
-  c.z = (chunk_matrix){buffer_ptr(e, FLCE_BUF_LOGITS), plan->z_dtype, pitch, pitch};
+  void* memory = buffer_ptr(e, FLCE_BUF_LOGITS);
+  if (plan->fuses_blocks) {
+    c.out = (chunk_matrix){memory, plan->exp_dtype, pitch, pitch};
+    return c;
+  }
+  c.z = (chunk_matrix){memory, plan->z_dtype, pitch, pitch};
   c.out = in_place_of(e, &c.z);
   c.out.columns = pitch;
   return c;

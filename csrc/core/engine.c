@@ -120,8 +120,7 @@ static flce_status gradients_by_blocks(const execution* e, const chunk* rows) {
   FLCE_TRY(flce_scale_input(e, rows));
   for (int64_t first = 0; first < rows->classes; first += e->plan->block_classes) {
     const chunk block = flce_block_of(e, rows, first);
-    FLCE_TRY(flce_run_logits_gemm(e, &block));
-    FLCE_TRY(flce_exp_or_dz(e, &block));
+    FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
     FLCE_TRY(flce_dx_gemm(e, &block));
     FLCE_TRY(flce_add_class_gradients(e, &block));
   }

@@ -115,11 +115,14 @@ static flce_status own_gemm_facts(const flce_architecture* a, const char* kernel
 
 /* ---- scratch ---- */
 
-/* Bytes of cuBLASLt's workspace. NVIDIA recommends 32 MiB from Hopper on, 8 MiB before. The GEMMs
- * of a small problem need less: split-K keeps at most kPartials partial results. */
+/* Bytes of cuBLASLt's workspace. NVIDIA recommends 32 MiB from Hopper on, 8 MiB before. It takes at
+ * most an eighth of max_memory. The GEMMs of a small problem need less: split-K keeps at most
+ * kPartials partial results. */
 static int64_t gemm_workspace(const flce_problem* p, int64_t capability) {
   const int64_t mib = 1 << 20, kPartials = 16;
-  const int64_t cap = (capability >= 90 ? 32 : 8) * mib;
+  int64_t cap = (capability >= 90 ? 32 : 8) * mib;
+  if (!p->memory.bound_is_default && p->memory.bound / 8 < cap)
+    cap = most_of(p->memory.bound / 8 / 256 * 256, mib);
   const double most =
       fmax((double)p->shape.tokens * (double)p->shape.vocab,
            (double)p->shape.hidden * fmax((double)p->shape.tokens, (double)p->shape.vocab));

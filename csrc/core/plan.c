@@ -28,10 +28,10 @@
 #include <string.h>
 
 enum {
-  /* The most rows of a gathered chunk of which only statistics are computed. Larger chunks would
-   * not read W less often, which is read once for every 2048 or 4096 rows anyway, and the copy of x
-   * stays small. */
-  GATHERED_ROWS = 4096,
+  /* The most rows of a chunk of which only statistics are computed, if it is gathered or gradients
+   * are made by blocks. Larger chunks would not read W less often, which is read once for every
+   * 2048 or 4096 rows anyway, and the copy of x and the scratch stay small. */
+  STATISTICS_ROWS = 4096,
   /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
    * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk takes no more than
    * these: no more than an eager loss. With so few classes that the tokens' own TOKEN_BYTES are
@@ -121,6 +121,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   flce_dtype wanted = narrow ? FLCE_F32 : problem->dtypes.logits;
   plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
+  plan->fuses_blocks = by_blocks(plan) && may_fuse_blocks(facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && exp_form && !recomputes_logits(plan);
@@ -325,12 +326,13 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
+  if (by_blocks(plan)) loop.max_rows = STATISTICS_ROWS;
   /* No logits are written: smaller chunks would only save scratch. */
   loop.saves_memory = false;
   loop.row_bytes = facts->fused_row_bytes;
   if (!plan->gathers) return loop;
   loop.row_bytes += plan->input_pitch * flce_size_of(plan->dtype);
-  loop.max_rows = GATHERED_ROWS;
+  loop.max_rows = STATISTICS_ROWS;
   return loop;
 }
 

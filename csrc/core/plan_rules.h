@@ -12,6 +12,10 @@ static inline bool makes_gradients(const flce_problem* problem, const flce_plan*
 static inline bool by_blocks(const flce_plan* plan) {
   return plan->block_classes > 0;
 }
+/* True if fused_exp can make the E of blocks. */
+static inline bool may_fuse_blocks(const flce_facts* facts, const flce_plan* plan) {
+  return facts->fused_row_bytes > 0 && plan->form == FLCE_FORM_EXP && plan->dtype == FLCE_BF16;
+}
 /* True if the pass that makes the gradients computes the logits again. */
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);

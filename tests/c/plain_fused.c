@@ -94,6 +94,28 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   return b.row_coefficients(b.self, rows, NULL, &none, factor, coef);
 }
 
+/* fused_exp by its definition: the GEMM, then grad_rows. */
+static flce_status plain_fused_exp(void* self, const flce_gemm* gemm, const flce_rows* rows,
+                                   void* scratch) {
+  flce_backend b;
+  flce_cpu_backend(self, &b);
+  if (rows->earlier_classes == 0) memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
+  bool kept = true;
+  for (int64_t k = 0; k < rows->rows * PRODUCT_ROW_BYTES; k++)
+    kept &= ((const unsigned char*)scratch)[k] == 0xab;
+  CHECK(kept, "something wrote to the scratch between two blocks of the same rows");
+  flce_gemm product = *gemm;
+  flce_rows view = *rows;
+  product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
+  product.c_dtype = view.z_dtype = gemm->dtype;
+  product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
+  view.z = product.c;
+  flce_status status = b.gemm(b.self, &product, NULL, 0);
+  if (status == FLCE_OK) status = b.grad_rows(b.self, &view, 1.0, true, false);
+  free(product.c);
+  return status;
+}
+
 /* grad_weight_gemm by its definition: the GEMM, then column sums, of every third row each. */
 static flce_status plain_grad_weight_gemm(void* self, const flce_gemm* gemm, const int64_t* index,
                                           const void* coef, void* sums, bool adds_sums) {
@@ -151,6 +173,7 @@ void plain_fused(flce_backend* backend, bool skips) {
   backend->facts = skips ? plain_skipping_facts : plain_facts;
   backend->fused_logits = plain_fused_logits;
   backend->fused_statistics = plain_fused_statistics;
+  backend->fused_exp = plain_fused_exp;
   backend->grad_weight_gemm = plain_grad_weight_gemm;
   backend->divergence_rows = plain_divergence_rows;
 }

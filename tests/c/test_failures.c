@@ -51,6 +51,7 @@ static flce_backend g_plain; /* without failures */
   X(fused_logits, (const flce_gemm* a, const flce_rows* b, void* c), (a, b, c))                  \
   X(fused_statistics, (const flce_gemm* a, const flce_rows* b, const void* c, void* d, void* e), \
     (a, b, c, d, e))                                                                             \
+  X(fused_exp, (const flce_gemm* a, const flce_rows* b, void* c), (a, b, c))                     \
   X(grad_rows, (const flce_rows* a, double b, bool c, bool d), (a, b, c, d))                     \
   X(row_coefficients,                                                                            \
     (const flce_rows* a, const flce_shard* b, const flce_upstream* c, const void* d, void* e),   \

@@ -1,6 +1,7 @@
-/* Host side of the backend functions fused_logits and fused_statistics: lays out their scratch,
- * fills their parameters and launches the three kernels: row_offsets.cu, the architecture's logits
- * GEMM, tile_statistics.cu. Whether they are used at all is decided in core/gpu_facts.c. */
+/* Host side of the backend functions fused_logits, fused_statistics and fused_exp: lays out their
+ * scratch, fills their parameters and launches the three kernels: row_offsets.cu, the
+ * architecture's logits GEMM, tile_statistics.cu. Whether they are used at all is decided in
+ * core/gpu_facts.c. */
 #include "cuda/backend.cuh"
 #include "cuda/fused/architectures.cuh"
 #include "cuda/rows/row_launch.cuh"
@@ -17,6 +18,14 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, cons
   };
   fused_scratch s;
   s.packed = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
+  /* First those whose sizes do not depend on the columns: fused_exp finds them again with others.
+   */
+  s.offset = take(true, rows);
+  s.scale = take(true, rows);
+  s.target = take(true, rows);
+  s.column = (int*)take(true, rows);
+  s.top = (int*)take(true, rows);
+  s.retry = (int*)take(true, 1 + ceil_div(rows, sizes->cluster_rows));
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
   s.tile_weighted_gaps = take(soft || (smooth && !r->wsum), size);
@@ -25,12 +34,6 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, cons
   s.entropy_sums = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
-  s.offset = take(true, rows);
-  s.scale = take(true, rows);
-  s.target = take(true, rows);
-  s.column = (int*)take(true, rows);
-  s.top = (int*)take(true, rows);
-  s.retry = (int*)next;
   return s;
 }
 
@@ -42,6 +45,7 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   const flce_loss* o = &r->options;
   params.rows = (int)r->rows;
   params.vocab = (int)r->vocab;
+  params.first_class = (int)r->earlier_classes;
   params.hidden = (int)g->k;
   params.columns = (int)(g->c ? r->z_columns : r->out_columns);
   params.half = g->dtype == FLCE_F16;
@@ -117,6 +121,16 @@ flce_status cuda_fused_logits(void* self, const flce_gemm* g, const flce_rows* r
   FusedCall call;
   FLCE_TRY(open_call(self, g, r, scratch, &call));
   FLCE_TRY(launch_row_offsets(self, call.sizes, g, r, &call.params, &call.scratch));
+  return run_logits_gemm(&call, g, r, false);
+}
+
+flce_status cuda_fused_exp(void* self, const flce_gemm* g, const flce_rows* r, void* scratch) {
+  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
+  FLCE_TRY(check_rows(r, "fused_exp"));
+  FusedCall call;
+  FLCE_TRY(open_call(self, g, r, scratch, &call));
+  if (r->earlier_classes == 0)
+    FLCE_TRY(launch_known_offsets(self, call.sizes, r, &call.params, &call.scratch));
   return run_logits_gemm(&call, g, r, false);
 }
 

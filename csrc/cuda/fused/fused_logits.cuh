@@ -36,7 +36,7 @@ typedef struct fused_scratch {
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
-  int* column;   /* [rows] the target's column, -1 for none */
+  int* column;   /* [rows] the target's class, -1 for none */
   /* [rows] ordered_of(the largest log2_l) where a tile exceeded the limit, else kNoTop */
   int* top;
   /* [1 + row clusters] flags of the overflow retry: whether any tile needs it, and for each row
@@ -58,11 +58,12 @@ typedef struct fused_scratch {
  * inner_scale, curve and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
-  int columns;  /* columns of the result, zero padding included */
-  bool half;    /* x and W are float16; else bfloat16 */
-  bool general; /* a factor for each row, z as the result, or an option: kGeneral or kScaled */
-  bool scaled;  /* kScaled may replace kGeneral where z or packed logits are written */
-  float scale;  /* not general: log2_l = scale z */
+  int first_class; /* the class of column 0; scratch.column counts classes from 0 on */
+  int columns;     /* columns of the result, zero padding included */
+  bool half;       /* x and W are float16; else bfloat16 */
+  bool general;    /* a factor for each row, z as the result, or an option: kGeneral or kScaled */
+  bool scaled;     /* kScaled may replace kGeneral where z or packed logits are written */
+  float scale;     /* not general: log2_l = scale z */
   /* general: log2_l = scratch.scale curve(inner_scale z) */
   flce_curve curve;
   float inner_scale;
@@ -130,6 +131,9 @@ static inline int64_t tiles_of(const flce_logits_gemm* sizes, int64_t vocab) {
 flce_status launch_row_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* gemm,
                                const flce_rows* rows, const fused_params* params,
                                const fused_scratch* scratch);
+/* row_offsets.cu: the same where the rows' statistics are known, for fused_exp. */
+flce_status launch_known_offsets(void* self, const flce_logits_gemm* sizes, const flce_rows* rows,
+                                 const fused_params* params, const fused_scratch* scratch);
 /* tile_statistics.cu: from the sums of `tiles` tiles the statistics and losses of the rows and,
  * unless `coef` is NULL, their gradient factors. */
 flce_status launch_tile_statistics(void* self, int64_t tiles, const flce_rows* rows,

@@ -183,6 +183,33 @@ static flce_status launch_offsets(void* self, const flce_logits_gemm* sizes, con
                           (const X*)g->a, (const X*)g->b);
 }
 
+/* A thread for each row. */
+__global__ void __launch_bounds__(kDotWarps* kWarp)
+    take_known_offsets(const __grid_constant__ flce_rows r, const fused_params params,
+                       const fused_scratch s, int cluster_rows, float scale) {
+  pdl_wait();
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= params.rows) return;
+  if (row % cluster_rows == 0) s.retry[1 + row / cluster_rows] = 0;
+  if (row == 0) s.retry[0] = 0;
+  const RowRef ref = row_ref_of(r, row);
+  float offset = ref.kind == kRowOutOfRange ? NAN : kBlankRow;
+  if (ref.kind == kRowValid) offset = stat_row<float>(r, FLCE_STAT_OFFSET)[ref.at] * kLog2e;
+  if (r.temperature && ref.at >= 0) scale /= ((const float*)r.temperature)[ref.at];
+  s.offset[row] = offset;
+  s.scale[row] = scale;
+  s.column[row] = ref.kind == kRowValid && r.target ? (int)r.target[ref.at] : -1;
+  s.top[row] = kNoTop;
+}
+
+flce_status launch_known_offsets(void* self, const flce_logits_gemm* sizes, const flce_rows* r,
+                                 const fused_params* params, const fused_scratch* s) {
+  const int threads = kDotWarps * kWarp;
+  return launch_dependent(self, take_known_offsets, (unsigned)ceil_div(r->rows, threads), threads,
+                          "take_known_offsets", *r, *params, *s, (int)sizes->cluster_rows,
+                          params->scale);
+}
+
 flce_status launch_row_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* g,
                                const flce_rows* r, const fused_params* params,
                                const fused_scratch* s) {
