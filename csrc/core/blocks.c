@@ -13,8 +13,9 @@
 #include <math.h>
 
 enum {
-  CLASS_STEP = 256, /* of a GEMM's tiles: classes of larger blocks are a multiple */
-  ROW_STEP = 128,   /* of a GEMM's tiles */
+  CLASS_STEP = 768,   /* classes of larger blocks: whole tiles of 128, 192 and 256 columns */
+  CLUSTER_ROWS = 256, /* of fused_exp */
+  ROW_STEP = 128,     /* of a GEMM's tiles */
   SMALL_ROW_STEP = 8,
 };
 
@@ -67,29 +68,37 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .z_size = wide ? stat : size};
 }
 
-/* A GEMM of the model, in waves of whole tiles. */
-static double tiled_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k) {
-  enum { TILES = 3 };
-  static const struct {
-    int64_t rows, columns;
-    double effort; /* of an element, relative to the largest tiles */
-  } kTiles[TILES] = {{128, 256, 1.0}, {256, 128, 1.0}, {128, 128, 1.06}};
-  double best = INFINITY;
-  for (int i = 0; i < TILES; i++) {
-    int64_t tiles = ceil_div(m, kTiles[i].rows) * ceil_div(n, kTiles[i].columns);
+/* An output tile shape of a GEMM. */
+typedef struct gemm_tile {
+  int64_t rows, columns;
+  double effort; /* of an element, relative to the largest tiles */
+} gemm_tile;
+
+/* A GEMM of the model: waves of whole tiles of that of these shapes which takes the least time. */
+static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int number, int64_t m,
+                           int64_t n, int64_t k) {
+  double best = INFINITY, units = (double)loop->facts->multiprocessors;
+  for (int i = 0; i < number; i++) {
+    int64_t tiles = ceil_div(m, shapes[i].rows) * ceil_div(n, shapes[i].columns);
     int64_t waves = ceil_div(tiles, loop->facts->multiprocessors);
-    double size = kTiles[i].effort * (double)(kTiles[i].rows * kTiles[i].columns);
+    double size = shapes[i].effort * (double)(shapes[i].rows * shapes[i].columns);
     best = fmin(best, (double)waves * size);
   }
-  return best * (double)(loop->facts->multiprocessors * k);
+  return best * units * (double)k;
 }
+
+/* Those of cuBLASLt, and that of fused_exp, whose clusters have two tiles along the rows. */
+static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
+                                   {128, 192, 1.02}, {192, 128, 1.02}, {128, 128, 1.06}};
+static const gemm_tile kFusedTile = {128, 192, 1.0};
+enum { TILES = sizeof kTiles / sizeof *kTiles };
 
 /* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
  * it. The mainloop hides part of the sum's traffic, more the longer it is (chunks.c: dw_effort). */
 static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k, int64_t size,
                           bool sums) {
   if (!loop->modelled) return plain_gemm_effort(m, n, k, size, sums);
-  double effort = tiled_effort(loop, m, n, k);
+  double effort = tiled_effort(loop, kTiles, TILES, m, n, k);
   if (!sums) return effort;
   double elements = (double)m * (double)n;
   double moves = elements * 2.0 * (double)size * kAddsPerByte;
@@ -104,7 +113,11 @@ static double block_effort(const block_loop* loop, block_shape block) {
   double logits = (double)block.rows * (double)block.classes;
   double moved = logits * (double)(loop->z_size + flce_size_of(plan->dtype));
   double effort = loop->modelled ? kBlockEffort : 0.0;
-  effort += gemm_effort(loop, block.rows, block.classes, h, loop->z_size, false);
+  if (loop->fuses)
+    effort +=
+        tiled_effort(loop, &kFusedTile, 1, round_up(block.rows, CLUSTER_ROWS), block.classes, h);
+  else
+    effort += gemm_effort(loop, block.rows, block.classes, h, loop->z_size, false);
   if (!loop->fuses) effort += kRowPassShare * moved * adds_per_byte;
   if (loop->problem->wants.grad_input)
     effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
@@ -129,6 +142,12 @@ static double loop_effort(const block_loop* loop, block_shape block) {
   return blocks * block_effort(loop, block);
 }
 
+/* `rows`, rounded up to whole tiles where they are more than one, at most all. */
+static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
+  int64_t tile = loop->fuses ? CLUSTER_ROWS : ROW_STEP;
+  return min64(round_up(rows, rows > tile ? tile : SMALL_ROW_STEP), loop->problem->shape.rows);
+}
+
 /* The fewest rows of a block: with fewer, dW would be a sum over so many chunks that 16 bits are
  * not enough, and a float32 sum takes more than all blocks. */
 static int64_t fewest_rows(const block_loop* loop) {
@@ -136,14 +155,14 @@ static int64_t fewest_rows(const block_loop* loop) {
   bool widens = problem->dtypes.widens_accum && problem->wants.grad_weight;
   if (!widens || loop->accum_dtype == flce_stat_dtype(loop->plan->dtype)) return 1;
   int64_t rows = ceil_div(problem->shape.rows, FLCE_WIDE_SUM_CHUNKS - 1);
-  return min64(round_up(rows, rows > ROW_STEP ? ROW_STEP : SMALL_ROW_STEP), problem->shape.rows);
+  return whole_tiles(loop, rows);
 }
 
 /* The most classes of a block of so many rows within max_memory; 0 if there are too few. Where the
- * fewest rows leave less than a quarter of it for the logits, these get that much. */
+ * fewest rows leave less than half of it for the logits, these get that much. */
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound, left = bound - rows * loop->row_bytes;
-  if (rows <= fewest_rows(loop)) left = max64(left, bound / 4);
+  if (rows <= fewest_rows(loop)) left = max64(left, bound / 2);
   int64_t fit = left / (rows * loop->z_size);
   fit = fit >= CLASS_STEP ? fit / CLASS_STEP * CLASS_STEP
                           : fit / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
@@ -157,7 +176,7 @@ static int64_t next_number(int64_t chunks) {
 
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
                        double chunks_effort, block_shape* block) {
-  enum { MOST_CHUNKS = 1024, HALVES = 3 };
+  enum { MOST_CHUNKS = 1024, SIZES = 5 };
   const block_loop loop = loop_of(problem, facts, plan);
   /* A sum of dW that chunks would widen takes more memory than blocks save. */
   const double kWideSumCosts = 1.15;
@@ -170,17 +189,16 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
     return;
   }
   for (int64_t chunks = 1; chunks <= MOST_CHUNKS; chunks = next_number(chunks)) {
-    int64_t rows = ceil_div(n, chunks);
-    rows = min64(round_up(rows, rows > ROW_STEP ? ROW_STEP : SMALL_ROW_STEP), n);
+    int64_t rows = whole_tiles(&loop, ceil_div(n, chunks));
     int64_t fit = fitting_classes(&loop, rows);
-    for (int half = 0; half < HALVES && fit >= FLCE_BLOCK_CLASS_STEP; half++) {
+    for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
       const block_shape tried = {rows, fit};
       double effort = loop_effort(&loop, tried);
       if (effort < least) {
         least = effort;
         *block = tried;
       }
-      fit = fit / 2 / CLASS_STEP * CLASS_STEP;
+      fit = fit * 3 / 4 / CLASS_STEP * CLASS_STEP;
     }
     if (rows <= max64(SMALL_ROW_STEP, fewest_rows(&loop))) break;
   }
