@@ -15,7 +15,8 @@
 enum {
   CLASS_STEP = 768,   /* classes of larger blocks: whole tiles of 128, 192 and 256 columns */
   CLUSTER_ROWS = 256, /* of fused_exp */
-  ROW_STEP = 128,     /* of a GEMM's tiles */
+  LEAST_BYTES = 32 << 20,
+  ROW_STEP = 128, /* of a GEMM's tiles */
   SMALL_ROW_STEP = 8,
 };
 
@@ -94,16 +95,13 @@ static const gemm_tile kFusedTile = {128, 192, 1.0};
 enum { TILES = sizeof kTiles / sizeof *kTiles };
 
 /* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
- * it. The mainloop hides part of the sum's traffic, more the longer it is (chunks.c: dw_effort). */
+ * it, whose traffic the mainloops of blocks do not hide. */
 static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k, int64_t size,
                           bool sums) {
   if (!loop->modelled) return plain_gemm_effort(m, n, k, size, sums);
   double effort = tiled_effort(loop, kTiles, TILES, m, n, k);
-  if (!sums) return effort;
-  double elements = (double)m * (double)n;
-  double moves = elements * 2.0 * (double)size * kAddsPerByte;
-  double hidden = 0.58 * elements * (double)k / moves - 0.2;
-  return effort + (1.0 - fmin(fmax(hidden, 0.0), 0.88)) * moves;
+  double moved = (double)m * (double)n * 2.0 * (double)size;
+  return sums ? effort + moved * kAddsPerByte : effort;
 }
 
 static double block_effort(const block_loop* loop, block_shape block) {
@@ -158,15 +156,16 @@ static int64_t fewest_rows(const block_loop* loop) {
   return whole_tiles(loop, rows);
 }
 
-/* The most classes of a block of so many rows within max_memory; 0 if there are too few. Where the
- * fewest rows leave less than half of it for the logits, these get that much. */
+/* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds the logits
+ * and, from LEAST_BYTES on, the rows of dX and x with them, but for the fewest rows. */
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
-  int64_t bound = loop->problem->memory.bound, left = bound - rows * loop->row_bytes;
-  if (rows <= fewest_rows(loop)) left = max64(left, bound / 2);
-  int64_t fit = left / (rows * loop->z_size);
-  fit = fit >= CLASS_STEP ? fit / CLASS_STEP * CLASS_STEP
-                          : fit / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
-  return min64(max64(fit, 0), round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
+  int64_t bound = loop->problem->memory.bound;
+  int64_t left = max64(bound, LEAST_BYTES) - rows * loop->row_bytes;
+  if (rows <= fewest_rows(loop)) left = bound;
+  int64_t fit = min64(left, bound) / (rows * loop->z_size);
+  int64_t step = fit >= CLASS_STEP ? CLASS_STEP : FLCE_BLOCK_CLASS_STEP;
+  return min64(max64(fit / step * step, 0),
+               round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
 }
 
 /* The numbers of chunks of rows that are tried: 1 to 8, then about an eighth more each time. */
@@ -178,10 +177,9 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
                        double chunks_effort, block_shape* block) {
   enum { MOST_CHUNKS = 1024, SIZES = 5 };
   const block_loop loop = loop_of(problem, facts, plan);
-  /* A sum of dW that chunks would widen takes more memory than blocks save. */
-  const double kWideSumCosts = 1.15;
+  /* A sum of dW that chunks would widen takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
-  double least = chunks_effort * (widens ? kWideSumCosts : 1.0) - statistics_effort(&loop);
+  double least = widens ? INFINITY : chunks_effort - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
   *block = (block_shape){0};
   if (facts->asks_block) {
