@@ -13,10 +13,8 @@
 #include <math.h>
 
 enum {
-  CLASS_STEP = 768,   /* classes of larger blocks: whole tiles of 128, 192 and 256 columns */
   CLUSTER_ROWS = 256, /* of fused_exp */
   LEAST_BYTES = 32 << 20,
-  ROW_STEP = 128, /* of a GEMM's tiles */
   SMALL_ROW_STEP = 8,
 };
 
@@ -142,7 +140,7 @@ static double loop_effort(const block_loop* loop, block_shape block) {
 
 /* `rows`, rounded up to whole tiles where they are more than one, at most all. */
 static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
-  int64_t tile = loop->fuses ? CLUSTER_ROWS : ROW_STEP;
+  int64_t tile = loop->fuses ? CLUSTER_ROWS : TILE_ROWS;
   return min64(round_up(rows, rows > tile ? tile : SMALL_ROW_STEP), loop->problem->shape.rows);
 }
 
@@ -162,10 +160,19 @@ static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound;
   int64_t left = max64(bound, LEAST_BYTES) - rows * loop->row_bytes;
   if (rows <= fewest_rows(loop)) left = bound;
-  int64_t fit = min64(left, bound) / (rows * loop->z_size);
-  int64_t step = fit >= CLASS_STEP ? CLASS_STEP : FLCE_BLOCK_CLASS_STEP;
-  return min64(max64(fit / step * step, 0),
+  int64_t steps = min64(left, bound) / (rows * loop->z_size) / FLCE_BLOCK_CLASS_STEP;
+  return min64(max64(steps, 0) * FLCE_BLOCK_CLASS_STEP,
                round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
+}
+
+/* The next smaller number of classes worth a try: that whose logits GEMM fills its last wave of
+ * tiles. */
+static int64_t fewer_classes(const block_loop* loop, int64_t rows, int64_t classes) {
+  int64_t units = loop->facts->multiprocessors, columns = loop->fuses ? kFusedTile.columns : 256;
+  if (!loop->modelled) return classes / 2 / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
+  int64_t of_column = round_up(rows, loop->fuses ? CLUSTER_ROWS : TILE_ROWS) / TILE_ROWS;
+  int64_t full_waves = (ceil_div(classes, columns) * of_column - 1) / units;
+  return full_waves * units / of_column * columns;
 }
 
 /* The numbers of chunks of rows that are tried: 1 to 8, then about an eighth more each time. */
@@ -196,7 +203,7 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
         least = effort;
         *block = tried;
       }
-      fit = fit * 3 / 4 / CLASS_STEP * CLASS_STEP;
+      fit = fewer_classes(&loop, rows, fit);
     }
     if (rows <= max64(SMALL_ROW_STEP, fewest_rows(&loop))) break;
   }
