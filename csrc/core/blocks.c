@@ -109,7 +109,7 @@ static double block_effort(const block_loop* loop, block_shape block) {
   double logits = (double)block.rows * (double)block.classes;
   double moved = logits * (double)(loop->z_size + flce_size_of(plan->dtype));
   double effort = loop->modelled ? kBlockEffort : 0.0;
-  if (loop->fuses)
+  if (loop->fuses && loop->modelled)
     effort +=
         tiled_effort(loop, &kFusedTile, 1, round_up(block.rows, CLUSTER_ROWS), block.classes, h);
   else

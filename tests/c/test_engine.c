@@ -552,6 +552,41 @@ static void test_refusals(void) {
   free_model(&m);
 }
 
+/* The same cases with gradients by blocks: of fewer rows and classes than there are, and of more.
+ */
+static void test_blocks(void) {
+  static const char* const shapes[] = {"8x64", "9x128"};
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  for (size_t k = 0; k < sizeof shapes / sizeof *shapes; k++) {
+    test_set_variable("FLCE_BLOCKS", shapes[k]);
+    setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
+    flce_plan plan;
+    CHECK_OK(flce_plan_call(&b, &s.problem, &plan));
+    CHECK(plan.block_rows == (k ? 9 : 8) && plan.block_classes == (k ? 128 : 64),
+          "blocks of %lld rows and %lld classes", (long long)plan.block_rows,
+          (long long)plan.block_classes);
+    test_options();
+    test_loss_options();
+    test_gathered();
+    test_added();
+    test_edges();
+    test_autocast();
+    test_frozen_columns();
+  }
+  setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
+  static const char* const wrong[] = {"", "8", "8x", "8x63", "0x64", "8x64x2", "x64", "-8x64"};
+  for (size_t k = 0; k < sizeof wrong / sizeof *wrong; k++) {
+    test_set_variable("FLCE_BLOCKS", wrong[k]);
+    flce_plan plan;
+    CHECK(flce_plan_call(&b, &s.problem, &plan) == FLCE_INVALID_ARGUMENT &&
+              strstr(flce_last_error(), "FLCE_BLOCKS: expected \"0\" or rows and a multiple of 64"),
+          "FLCE_BLOCKS=%s: %s", wrong[k], flce_last_error());
+  }
+  test_set_variable("FLCE_BLOCKS", NULL);
+}
+
 int main(void) {
   test_seed(4);
   for (int index = 0; test_next_variant(&index);) {
@@ -569,6 +604,7 @@ int main(void) {
     test_tiny_loss();
     test_cross_entropy();
   }
+  test_blocks();
   test_plan();
   test_plan_of_gathered_rows();
   test_chunks_fill_waves();

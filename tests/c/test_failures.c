@@ -454,6 +454,10 @@ int main(void) {
   test_seed(11);
   test_ranks();
   test_one_process();
+  test_set_variable("FLCE_BLOCKS", "8x64");
+  test_ranks();
+  test_one_process();
+  test_set_variable("FLCE_BLOCKS", NULL);
   test_divergences(false);
   test_divergences(true);
   test_facts();

@@ -404,6 +404,11 @@ int main(void) {
   test_saves();
   test_options();
   test_edges();
+  test_set_variable("FLCE_BLOCKS", "8x64"); /* gradients by blocks */
+  test_saves();
+  test_options();
+  test_edges();
+  test_set_variable("FLCE_BLOCKS", NULL);
   test_input();
   test_hidden_shard();
   test_equal_caps();
