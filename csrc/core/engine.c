@@ -34,8 +34,8 @@
 
 /* ---- forward ---- */
 
-static flce_status begin_with_gradients(const execution* e, bool overlaps) {
-  FLCE_TRY(flce_begin_loss(e, overlaps));
+static flce_status begin_with_gradients(const execution* e, bool may_overlap) {
+  FLCE_TRY(flce_scalars_and_skipped_rows(e, may_overlap));
   return flce_begin_gradients(e);
 }
 
@@ -46,13 +46,13 @@ static flce_status exchange_all_statistics(const execution* e) {
   return all.rows > 0 ? flce_exchange_statistics(e, &all) : FLCE_OK;
 }
 
-/* save=stats: the statistics are an output. flce_begin_loss, which prepares scalars and blank rows,
- * is called once: before or during the first chunk's logits GEMM, or here if there are no rows. */
+/* save=stats: the statistics are an output. flce_scalars_and_skipped_rows is called once: before or
+ * during the first chunk's logits GEMM, or here if there are no rows. */
 static flce_status forward_stats(const execution* e) {
-  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
+    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics(e, &c));
   }
   FLCE_TRY(exchange_all_statistics(e));
@@ -67,10 +67,10 @@ static flce_status forward_loss_only(const execution* e) {
 
 /* save=logits: E or z of each chunk stays in the caller's `saved`. */
 static flce_status forward_logits(const execution* e) {
-  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_to_saved(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
+    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_save_exp(e, &c));
   }
@@ -85,10 +85,10 @@ static flce_status forward_grads(const execution* e) {
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
   /* E W needs no statistics: its GEMM hides the ranks' exchange of them. */
   bool hides_exchange = exp_form && e->shard;
-  /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
-   * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
-   * library's GEMM. */
-  bool overlaps = exp_form && !e->shard && rows > 0;
+  /* Whether reduce may run concurrently with the kernel queued before it (PDL). That has to be one
+   * of the backend's own, which waits for all kernels before it: in form exp it is a pass that
+   * finishes the gradients, in form dz it may be a library's GEMM. */
+  bool reduce_may_overlap = exp_form && !e->shard && rows > 0;
   FLCE_TRY(flce_sum_weight(e));
   if (rows == 0) FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
@@ -105,15 +105,15 @@ static flce_status forward_grads(const execution* e) {
   }
   FLCE_TRY(flce_finish_gradients(e));
   FLCE_TRY(flce_class_logits(e));
-  return flce_reduce_losses(e, overlaps);
+  return flce_reduce_losses(e, reduce_may_overlap);
 }
 
 /* save=samples: a list of (class, E) of each row, drawn from its E. */
 static flce_status forward_samples(const execution* e) {
-  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
+    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_exchange_statistics(e, &c));
     FLCE_TRY(flce_sample_chunk(e, &c));
@@ -134,7 +134,7 @@ static flce_status compare_logits(const execution* e, int64_t first, chunk* c,
 
 /* The losses of a divergence. */
 static flce_status forward_divergence(const execution* e) {
-  FLCE_TRY(flce_begin_loss(e, false));
+  FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
@@ -194,7 +194,7 @@ static flce_status forward(const execution* e) {
       return forward_logits(e);
     case FLCE_SAVE_GRADS:
       if (!wants_gradients(e)) return plan->compares ? forward_divergence(e) : forward_loss_only(e);
-      if (plan->draws) return forward_divergence_samples(e);
+      if (plan->draws_from_dz) return forward_divergence_samples(e);
       return plan->compares ? forward_divergence_grads(e) : forward_grads(e);
     case FLCE_SAVE_SAMPLES:
       return forward_samples(e);

@@ -10,7 +10,8 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
-  plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
+  plan->forward_gemms =
+      plan->chunks * (1 + others + (grads && !plan->draws_from_dz ? gradients : 0));
   int64_t logits = plan->strategy == FLCE_SAVE_STATS && makes_gradients(problem, plan) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
 }
@@ -72,5 +73,5 @@ static double estimate_sampled_time(const flce_problem* problem, const flce_fact
 void flce_count_plan(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   count_gemms(problem, plan);
   count_collectives(problem, plan);
-  if (draws_samples(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
+  if (gradients_are_sampled(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
 }

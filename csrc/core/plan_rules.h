@@ -13,9 +13,10 @@ static inline bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || plan->strategy == FLCE_SAVE_STATS;
   return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
 }
-/* True if gradients are sums over lists, not GEMMs. */
-static inline bool draws_samples(const flce_plan* plan) {
-  return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws;
+/* True if gradients are gathered by the rows' lists of samples, not made by GEMMs: of E, with
+ * save=samples, or of a sampled divergence's dz. */
+static inline bool gradients_are_sampled(const flce_plan* plan) {
+  return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws_from_dz;
 }
 /* True if a chunk's rows of x are copied before the logits GEMM reads them. */
 static inline bool copies_logits_input(const flce_plan* plan) {

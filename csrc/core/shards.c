@@ -131,17 +131,17 @@ flce_status flce_close_shard(const execution* e, flce_status status) {
 
 /* ---- statistics ---- */
 
-flce_status flce_prepare(const execution* e, void* order, bool overlaps) {
+flce_status flce_prepare(const execution* e, void* order, bool may_overlap) {
   int dw_fp16_shift = e->plan->dw_fp16_shift;
   if (!e->shard) {
-    CALL(e, prepare, e->problem, e->tensors, order, dw_fp16_shift, overlaps);
+    CALL(e, prepare, e->problem, e->tensors, order, dw_fp16_shift, may_overlap);
     return FLCE_OK;
   }
   flce_problem whole = *e->shard->caller_problem;
   flce_tensors tensors = *e->shard->caller_tensors;
   whole.shape.vocab = whole.shape.weight_rows = whole.shard.classes;
   tensors.input = e->tensors->input;
-  CALL(e, prepare, &whole, &tensors, NULL, dw_fp16_shift, overlaps);
+  CALL(e, prepare, &whole, &tensors, NULL, dw_fp16_shift, may_overlap);
   if (e->problem->shape.vocab == 0) return FLCE_OK;
   /* The order of the targets, and WEIGHT_TOTAL of this rank's classes. */
   flce_tensors local = *e->tensors;

@@ -53,7 +53,7 @@ static flce_status compare(const execution* e, const chunk* c, const teacher_row
                            const flce_rows* student, bool stores_bound) {
   flce_divergence_args call = {.student = student,
                                .teacher = &teacher->rows,
-                               .packed = e->plan->packs ? buffer_ptr(e, FLCE_BUF_FUSED) : NULL,
+                               .packing = e->plan->packs ? buffer_ptr(e, FLCE_BUF_FUSED) : NULL,
                                .divergence = e->problem->divergence.kind,
                                .beta = e->problem->divergence.beta,
                                .hard_weight = e->problem->divergence.hard_weight,
@@ -73,5 +73,5 @@ flce_status flce_divergence_dz(const execution* e, const chunk* c, const teacher
   flce_rows student = rows_of(e, c);
   set_out(&student, &c->out);
   student.coef = c->coef;
-  return compare(e, c, teacher, &student, e->plan->draws);
+  return compare(e, c, teacher, &student, e->plan->draws_from_dz);
 }
