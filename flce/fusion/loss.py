@@ -128,26 +128,29 @@ def statistic(deferred, record, name, target=None):
     if target is None and rows.is_piece:
         return rows.select_values(statistic(deferred, rows.parent_record, name))
     outputs = _statistics_by_flce(deferred, record, name, target)
-    statistics = {field: values for field, values in outputs.items() if values is not None}
-    # By name: lse, entropy, predictions. The others are made of the loss, or are class_logits.
-    requested = statistics.pop("class_logits", -statistics.pop("loss"))
-    if name not in statistics and key is not None:
-        statistics[key] = requested
+    fields = {field: getattr(outputs, field) for field in ("lse", "entropy", "predictions")}
+    statistics = {field: values for field, values in fields.items() if values is not None}
+    if name in statistics:
+        requested = statistics[name]
+    else:
+        requested = outputs.class_logits if name == "class_logits" else -outputs.loss
+        if key is not None:
+            statistics[key] = requested
     rows.statistics.update(statistics if grad else {**statistics, **rows.statistics})
     head_call.loss_is_done = head_call.loss_is_done or target is not None
-    return statistics.get(name, requested)
+    return requested
 
 
 def _statistics_by_flce(deferred, record, name, target):
-    """The fields of LinearCrossEntropyOutput by the call of flce for a statistic. The loss is
+    """The LinearCrossEntropyOutput of the call of flce for a statistic. Its loss is
     -log p of the target, or -mean_log_p, or that of class 0, for which nobody asks."""
     options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
     options["ignore_index"] = -(2**63)  # no class has this index
     dropped = ("z_loss", "valid_bound")
     is_sampled = name == "log_p" and deferred.head_call.fusion.options.get("gradient") == "sampled"
     if not is_sampled:
-        # A softcap's slope is in its gradient: the forward would keep the logits in float32.
-        is_cheap = not (deferred.wants_gradient() and steps.TANH in steps.kinds(record.steps))
+        # A cap's slope is in its gradient: the forward would keep the logits in float32.
+        is_cheap = not (deferred.wants_gradient() and steps.is_capped(record.steps))
         options |= {"return_lse": True, "return_entropy": is_cheap or name == "entropy"}
         options["return_predictions"] = name == "predictions"
         options["classes"] = target if name == "class_logits" else None
@@ -155,8 +158,7 @@ def _statistics_by_flce(deferred, record, name, target):
     if name != "log_p":
         target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=deferred.head_call.device)
     outputs = _fused(deferred, record, target, options, dropped)
-    outputs = LinearCrossEntropyOutput(outputs) if is_sampled else outputs
-    return outputs._asdict()
+    return LinearCrossEntropyOutput(outputs) if is_sampled else outputs
 
 
 # ---- KL divergences of two heads ----

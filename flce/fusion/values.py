@@ -277,7 +277,7 @@ def _product(source, dtype):
 
 
 def deferred_value_of(value):
-    """The DeferredValue of deferred logits; None for everything else."""
+    """The DeferredValue of a deferred Tensor; None for everything else."""
     return getattr(value, "_flce", None)
 
 
