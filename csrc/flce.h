@@ -190,7 +190,7 @@ typedef struct flce_plan {
   /* A sampled divergence: the forward draws each row's list from its dz and gathers the gradients
    * by the lists; save=grads. */
   bool draws_from_dz;
-  bool compares; /* a divergence: the forward reads its logits and a teacher's */
+  bool is_divergence; /* the forward reads its logits and a teacher's */
   /* A divergence whose fused_logits overwrites the teacher's z by the logits of both, packed
    * (flce_rows.teacher in backend_args.h). */
   bool packs;

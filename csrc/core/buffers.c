@@ -237,7 +237,7 @@ static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
   const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;
-  const bool sums_dx = makes_gradients(problem, plan) && sums_input(problem);
+  const bool sums_dx = makes_gradients(problem, plan) && sums_partial_dx(problem);
   const int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
   const bool own_dx = problem->shard.input_is_sharded || n % ranks != 0 ||
                       plan->partial_dx_dtype != plan->grad_input_dtype;

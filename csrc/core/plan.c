@@ -58,9 +58,9 @@ static void choose_sizes(const flce_problem* problem, const flce_facts* facts, f
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->wants.topk > 0;
   plan->sums_tail = problem->wants.tail;
-  plan->compares = problem->divergence.kind != FLCE_NO_DIVERGENCE;
+  plan->is_divergence = problem->divergence.kind != FLCE_NO_DIVERGENCE;
   plan->draws_from_dz =
-      plan->compares && problem->sampling.wanted && plan->strategy == FLCE_SAVE_GRADS;
+      plan->is_divergence && problem->sampling.wanted && plan->strategy == FLCE_SAVE_GRADS;
 }
 
 /* ---- form ---- */
@@ -73,7 +73,7 @@ static flce_form choose_form(const flce_problem* problem, const flce_plan* plan)
                   plan->strategy == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->wants.topk > 0;
   bool dz = plan->dtype == FLCE_F16 || problem->has.probabilities || problem->wants.tail ||
-            plan->compares || (flce_caps_logits(&problem->loss) && slope_of_all);
+            plan->is_divergence || (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
@@ -266,7 +266,7 @@ static chunk_loop any_loop(const flce_problem* problem, const flce_plan* plan) {
   int64_t memory = problem->memory.bound;
   /* Of 1 GiB a divergence takes 768 MiB: 1536 rows of 128256 classes, packed, or 768 of two float32
    * logits. */
-  if (plan->compares && problem->memory.bound_is_default) memory -= memory / 4;
+  if (plan->is_divergence && problem->memory.bound_is_default) memory -= memory / 4;
   return (chunk_loop){.dtype = plan->dtype,
                       .hidden = plan->hidden,
                       .accum_dtype = plan->accum_dtype,

@@ -32,9 +32,10 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
-  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->compares;
+  bool each_chunk =
+      plan->strategy == FLCE_SAVE_SAMPLES || (grads && gradients) || plan->is_divergence;
   int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
-  if (plan->compares) { /* statistics of student and teacher, and the sums of the divergence */
+  if (plan->is_divergence) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
     calls = 3;
   }
@@ -42,7 +43,7 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
       (flce_collective){each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
                         others * problem->shape.rows * numbers};
-  if (!gradients || !sums_input(problem)) return;
+  if (!gradients || !sums_partial_dx(problem)) return;
   int64_t received = others * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};

@@ -72,12 +72,12 @@ def _gradients_by_flce(ctx, loss_backwards):
     head_call = ctx.head_call
     new = [backward for backward in loss_backwards if backward.leaf_gradients is None]
     if new:
-        head_calls = {id(one): one for backward in new for one in backward.head_calls}
-        wanted = _wanted_leaves(ctx) if len(head_calls) == 1 else None
-        leaves = {id(leaf): leaf for one in head_calls.values() for leaf in one.leaves}
+        calls = {id(call): call for backward in new for call in backward.head_calls}
+        wanted = _wanted_leaves(ctx) if len(calls) == 1 else None
+        leaves = {id(leaf): leaf for call in calls.values() for leaf in call.leaves}
         leaves = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
         inputs = [leaf for leaf in leaves if wanted is None or id(leaf) in wanted]
-        accumulates = any(one.accumulates for one in head_calls.values())
+        accumulates = any(call.accumulates for call in calls.values())
         is_full = len(inputs) == len(leaves) and not accumulates
         with all_gradients_wanted() if is_full else contextlib.nullcontext():
             _run(new, inputs, accumulates, is_full)

@@ -65,7 +65,7 @@ class DeferredLogits(torch.Tensor):
         if is_compiling() or function in _OF_METADATA or torch_private.is_in_dispatch():
             return _by_torch(function, args, kwargs)
         try:
-            return _recognised(function, args, kwargs)
+            return _handle(function, args, kwargs)
         except Unknown:
             pass
         if function == _SET_DATA:
@@ -83,7 +83,7 @@ class DeferredLogits(torch.Tensor):
         if _state.step is not None and kind != "write":  # called by `_step_by_torch`
             return _deferred_result(function, args, kwargs)
         if kind == "view":
-            return _viewed(function, args, kwargs)
+            return _view(function, args, kwargs)
         if function in _FACTORIES:
             first, *sizes = args
             return function(first._flce.like(), *sizes, **kwargs)
@@ -91,7 +91,7 @@ class DeferredLogits(torch.Tensor):
             tensor._flce.materialize_for(function)
         if kind != "write":
             return function(*mapped(_value, args), **mapped(_value, kwargs))
-        return _written(function, args, kwargs)
+        return _write(function, args, kwargs)
 
 
 for _method in (DeferredLogits.__torch_function__, DeferredLogits.__torch_dispatch__):
@@ -138,7 +138,7 @@ _COMMUTATIVE = {torch.add, torch.Tensor.add, torch.mul, torch.multiply, torch.Te
 _SET_DATA = torch.Tensor.data.__set__
 
 
-def _recognised(function, args, kwargs):
+def _handle(function, args, kwargs):
     """What a handler of `operations` returns, with its graph."""
     deferred, operands = deferred_value_of(args[0]) if args else None, args
     if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
@@ -274,7 +274,7 @@ def _value(value):
     return value._flce.materialize() if _is_deferred_tensor(value) else value
 
 
-def _written(function, args, kwargs):
+def _write(function, args, kwargs):
     """An operator that writes to deferred values: into the real ones, which all views share."""
     if torch.Tag.inplace_view in function.tags:
         _refuse_replacement(function)
@@ -297,7 +297,7 @@ def _refuse_replacement(what):
     )
 
 
-def _viewed(function, args, kwargs):
+def _view(function, args, kwargs):
     """A view: real if the values are, which then may be written to by others."""
     tensor = _first_deferred_tensor(args, kwargs)
     if tensor._flce.is_pending():

@@ -64,7 +64,7 @@ class DeferringMixin(RequestMixin):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        logits = _deferred(self, args, kwargs)
+        logits = _deferred_tensor(self, args, kwargs)
         return super().forward(*args, **kwargs) if logits is None else logits
 
     def linear_forward(self, x):
@@ -75,7 +75,7 @@ class DeferringMixin(RequestMixin):
         return super().forward(x)
 
 
-def _deferred(linear, args, kwargs):
+def _deferred_tensor(linear, args, kwargs):
     """The product of this call of the head, as a deferred Tensor; None where it is not to be one.
     Counts the call, and tells why it falls back."""
     fusion = linear._flce_fusion

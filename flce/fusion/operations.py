@@ -345,7 +345,7 @@ def _argmax(function, deferred, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
     arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
     require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_done)
-    deferred.head_call.check(True)
+    deferred.head_call.check(compares_samples=True)
     with torch.no_grad():
         values = loss.statistic(deferred, deferred.record, "predictions")
     return _result(deferred.record, values, torch.int64, arguments.get("keepdim"))

@@ -48,7 +48,7 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
             )
         except Unknown:
             pass
-    return function(*_materialized(args, function), **_materialized(kwargs, function))
+    return function(*_with_real_values(args, function), **_with_real_values(kwargs, function))
 
 
 def _with_tensors(function, result):
@@ -95,15 +95,15 @@ def _answered_without_logits(function, deferred, args, kwargs):
     raise Unknown
 
 
-def _materialized(value, function):
+def _with_real_values(value, function):
     """`value` with real Tensors in place of deferred ones: in lists, tuples, dicts."""
     deferred = deferred_value_of(value)
     if deferred is not None:
         return deferred.materialize_for(function)
     if isinstance(value, dict):
-        return {name: _materialized(item, function) for name, item in value.items()}
+        return {name: _with_real_values(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_materialized(item, function) for item in value)
+        return type(value)(_with_real_values(item, function) for item in value)
     return value
 
 
