@@ -7,7 +7,8 @@
 #include "loss.h"
 
 /* core/gpu_facts.c counts the same arrays. */
-fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, const flce_rows* r) {
+fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm_sizes* sizes,
+                               const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(sizes, r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -16,7 +17,7 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, cons
     return taken;
   };
   fused_scratch s;
-  s.packed = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
+  s.packing = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
   s.tile_weighted_gaps = take(soft || (smooth && !r->wsum), size);
@@ -66,7 +67,7 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
 struct FusedCall {
   const flce_cuda* cuda;
   const architecture_kernels* kernels;
-  const flce_logits_gemm* sizes;
+  const flce_logits_gemm_sizes* sizes;
   fused_params params;
   fused_scratch scratch;
 };
