@@ -10,23 +10,23 @@
 #include <stdint.h>
 
 /* The fused logits GEMM: fused_logits of backend.h. Without a kernel all are 0. */
-typedef struct flce_logits_gemm {
+typedef struct flce_logits_gemm_sizes {
   int64_t tile_rows, tile_columns, /* tokens and classes of an output tile */
       cluster_rows,                /* tokens that are always computed together */
       least_rows,                  /* fewer take longer than with cuBLASLt and a row pass */
       least_hidden;                /* so too a smaller H where z has to be written */
-} flce_logits_gemm;
+} flce_logits_gemm_sizes;
 
 /* dW's GEMM with the sums of db: grad_weight_gemm of backend.h. Without a kernel both are 0. */
-typedef struct flce_weight_gemm {
+typedef struct flce_weight_gemm_sizes {
   int64_t tile_columns, /* elements of H of an output tile */
       most_bias_parts;  /* of a class's sum for db, each made by the block of another column tile */
-} flce_weight_gemm;
+} flce_weight_gemm_sizes;
 
 typedef struct flce_architecture {
   int64_t capability; /* 90 for compute capability 9.0 */
-  flce_logits_gemm logits;
-  flce_weight_gemm weight;
+  flce_logits_gemm_sizes logits;
+  flce_weight_gemm_sizes weight;
   bool skips_rows; /* the fused logits GEMM skips tiles of absent rows: facts.skips_rows */
 } flce_architecture;
 

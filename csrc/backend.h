@@ -31,13 +31,13 @@ struct flce_backend {
 
   /* Computes tensors->scalars from tensors' target, class_weight, token_weight, temperature,
    * num_items, and, if dw_fp16_shift is not 0, input. Also runs order_targets into `order`, unless
-   * that is NULL. `overlaps`: the kernel queued before this call is one of the backend's own and
+   * that is NULL. `may_overlap`: the kernel queued before this call is one of the backend's own and
    * touches none of these arrays, so this call may run concurrently with it (PDL). CPU:
    * FLCE_TARGET_OUT_OF_RANGE names row, value and range; FLCE_INVALID_ARGUMENT if more rows are
    * valid than problem->shape.rows. Both are found before anything is written. CUDA: nothing is
    * checked; INV_DENOM is NaN in the second case. */
   flce_status (*prepare)(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, int dw_fp16_shift, bool overlaps);
+                         void* order, int dw_fp16_shift, bool may_overlap);
 
   /* The first problem->shape.rows elements of `index` (facts.compact_bytes in all) become the rows
    * of target[N] that are not ignored, ascending, then -1. */
@@ -74,11 +74,8 @@ struct flce_backend {
   flce_status (*fused_exp)(void* self, const flce_gemm* gemm, const flce_rows* rows, void* scratch);
   /* z and statistics -> rows of E or dz. rows->coef NULL: out = scale * exp(l - c) (1 - tanh^2),
    * and 0 in the target's column if hide_target. Else out = dz by the formula of enum
-   * flce_coef_row. z_is_exp: z already holds `scale` * exp(l - c), the result of an earlier call
-   * with coef NULL; not with a softcap or probabilities. l - c is then its logarithm, with z's own
-   * relative error. Ignored rows: zeros. */
-  flce_status (*grad_rows)(void* self, const flce_rows* rows, double scale, bool hide_target,
-                           bool z_is_exp);
+   * flce_coef_row. Ignored rows: zeros. */
+  flce_status (*grad_rows)(void* self, const flce_grad_rows_args* call);
 
   /* Losses and dz of a divergence.
    *
@@ -129,9 +126,9 @@ struct flce_backend {
   flce_status (*class_gradients)(void* self, const flce_rows* rows, const float* scale);
 
   /* out[0] = factor[0] * sum_i values[i], in a fixed order; factor NULL for 1. All in the stat
-   * dtype `stat`. `overlaps`: as in prepare. */
+   * dtype `stat`. `may_overlap`: as in prepare. */
   flce_status (*reduce)(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat, bool overlaps);
+                        const void* factor, flce_dtype stat, bool may_overlap);
 
   /* out[r] = coef[i] * x[i], where i = index[r], or r if index is NULL. A row of zeros if coef[i]
    * is 0, whatever x holds, or if i is -1. coef [N] stat dtype, NULL for ones; x [N][hidden] dtype;

@@ -155,7 +155,7 @@ typedef struct flce_rows {
    * the first one on, and the vectors with an element for each class begin with the block's. */
   int64_t earlier_classes, later_classes;
   const int64_t* index; /* [rows], or NULL */
-  const void* z;        /* [rows][z_pitch] z_dtype */
+  const void* z;        /* [rows][z_pitch] z_dtype; exp(l - c) for a grad_rows with z_is_exp */
   flce_dtype z_dtype;   /* of z */
   int64_t z_pitch;      /* elements between rows of z */
   /* stat_rows, and fused_logits where it writes z (not packed), write zeros to the columns of z in
@@ -222,9 +222,10 @@ typedef struct flce_divergence_args {
    * holds that of the target, and out are written. out NULL: no gradients; else coef too. */
   const flce_rows* student;
   const flce_rows* teacher; /* its z may have another dtype */
-  /* The scratch of the student's fused_logits where that had a teacher: z is packed, and the
-   * teacher's is not read. Else NULL. */
-  const void* packed;
+  /* Where the student's fused_logits had a teacher: its scratch, which begins with how each row is
+   * packed. The student's z then holds the packed logits of both, and the teacher's is not read.
+   * Else NULL. */
+  const void* packing;
   flce_divergence divergence;
   double beta, hard_weight; /* of flce_problem */
   /* [FLCE_DIVERGENCE_SUMS][rows] stat dtype, of each row of z: written if `sums`, else read. NULL
@@ -317,6 +318,15 @@ typedef struct flce_cast_args {
   int64_t rows;         /* of both */
   int64_t cols;         /* copied of each row */
 } flce_cast_args;
+
+typedef struct flce_grad_rows_args {
+  const flce_rows* rows;
+  double scale;     /* the factor of exp(l - c) where that is written or, with z_is_exp, read */
+  bool hide_target; /* without rows->coef: writes 0 in the target's column */
+  /* z already holds scale * exp(l - c), the result of an earlier call without coef, whose logarithm
+   * is l - c with z's own relative error. Not with a softcap or probabilities. */
+  bool z_is_exp;
+} flce_grad_rows_args;
 
 typedef struct flce_scale_rows_args {
   void* out;            /* [rows][out_pitch] dtype */

@@ -90,13 +90,15 @@ typedef enum flce_buffer_id {
   /* [2 H + 1] stat dtype, H the plan's hidden, for label smoothing: sum_j w_j W_j, sum_i c_i x_i,
    * sum_i c_i, where c is FLCE_COEF_SMOOTH. */
   FLCE_BUF_SMOOTH,
-  FLCE_BUF_ORDER,        /* tokens sorted by target (order_targets) */
-  FLCE_BUF_SAMPLES,      /* [rows][flce_sample_pitch()] int32: the lists, if `draws` */
+  FLCE_BUF_ORDER,   /* tokens sorted by target (order_targets) */
+  FLCE_BUF_SAMPLES, /* [rows][flce_sample_pitch()] int32: the lists, if the plan draws_from_dz */
   FLCE_BUF_SAMPLE_ORDER, /* the sampled entries ordered by class (order_samples) */
   FLCE_BUF_COLUMN_SUM,   /* scratch of column_sum */
-  FLCE_BUF_FUSED,        /* scratch of fused_logits for a chunk */
-  FLCE_BUF_GEMM,         /* scratch of a GEMM */
-  FLCE_BUF_TEACHER,      /* a divergence: the workspace of its teacher */
+  /* Scratch of fused_logits for a chunk. If the plan packs, it begins with how each row is packed,
+   * which divergence_rows reads. */
+  FLCE_BUF_FUSED,
+  FLCE_BUF_GEMM,    /* scratch of a GEMM */
+  FLCE_BUF_TEACHER, /* a divergence: the workspace of its teacher */
   /* [1 + R][FLCE_DIVERGENCE_SUMS][chunk] stat dtype, if the vocabulary is sharded: of a chunk's
    * rows this rank's sums, then those of all; and those of the ranks. */
   FLCE_BUF_DIVERGENCE,
@@ -191,9 +193,13 @@ typedef struct flce_plan {
   bool keeps_statistics;  /* stats and scalars are read after the forward */
   bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
   bool sums_tail;         /* the forward reads its logits to sum those of each row's tail */
-  bool draws;             /* a sampled divergence: the forward draws from dz, save=grads */
-  bool compares;          /* a divergence: the forward reads its logits and a teacher's */
-  bool packs;      /* its logits GEMM packs both there (flce_rows.teacher in backend_args.h) */
+  /* A sampled divergence: the forward draws each row's list from its dz and gathers the gradients
+   * by the lists; save=grads. */
+  bool draws_from_dz;
+  bool is_divergence; /* the forward reads its logits and a teacher's */
+  /* A divergence whose fused_logits overwrites the teacher's z by the logits of both, packed
+   * (flce_rows.teacher in backend_args.h). */
+  bool packs;
   int64_t z_pitch, /* of the logits, elements of z_dtype */
       out_pitch,   /* of E and dz, elements of dtype; columns from vocab on are 0 */
       saved_pitch; /* of FLCE_BUF_SAVED, elements of saved_dtype, or int32 of the lists */
@@ -227,25 +233,37 @@ typedef struct flce_plan {
 /* valid_vocab: not given. */
 #define FLCE_ABSENT INT64_MIN
 
-/* What save=auto is: a strategy for at most few_rows rows, one for at most some_rows, one for more.
- */
+/* What save=auto distinguishes: how much memory the logits of all rows take. */
+typedef enum flce_row_range {
+  /* memory.bound holds the logits at once, and what save=logits keeps of them may be kept. */
+  FLCE_ROWS_OF_ONE_CHUNK,
+  FLCE_ROWS_TO_KEEP, /* what save=logits keeps of the logits may be kept */
+  FLCE_ROWS_BEYOND,  /* any other number of rows */
+  FLCE_ROW_RANGES
+} flce_row_range;
+
+/* What save=auto is: the strategy of the first range whose most_rows the rows do not exceed. They
+ * ascend; the last is INT64_MAX. */
 typedef struct flce_strategies {
-  flce_strategy few, some, many;
-  int64_t few_rows, some_rows;
+  struct {
+    int64_t most_rows;
+    flce_strategy strategy;
+  } ranges[FLCE_ROW_RANGES]; /* by flce_row_range */
 } flce_strategies;
 
-/* Pure. The strategies of a problem whose `rows` are not read; all three are the same unless save
- * is auto. */
+/* Pure. The strategies of a problem whose `rows` are not read; all are the same unless save is
+ * auto. */
 void flce_choose_strategies(const flce_problem* problem, const flce_facts* facts,
                             flce_strategies* strategies);
 
 /* The strategy where neither rows nor facts decide it, else FLCE_SAVE_AUTO. */
 flce_save flce_known_strategy(const flce_problem* problem);
 
-/* Graphs choose by the same two limits: with_strategy of flce/fakes.py. */
+/* Graphs choose by the same limits: with_strategy of flce/fakes.py. */
 static inline flce_strategy flce_strategy_of(const flce_strategies* strategies, int64_t rows) {
-  if (rows <= strategies->few_rows) return strategies->few;
-  return rows <= strategies->some_rows ? strategies->some : strategies->many;
+  int range = 0;
+  while (rows > strategies->ranges[range].most_rows) range++;
+  return strategies->ranges[range].strategy;
 }
 
 /* A rank's problem if the classes were divided equally: what the ranks have to agree on is decided

@@ -69,7 +69,7 @@ static inline flce_status flce_check_order(int64_t tokens, int64_t vocab) {
 }
 
 /* facts.bias_parts: rows of the partial sums of grad_weight_gemm; 0 without that kernel. */
-static inline int64_t flce_bias_parts(const flce_weight_gemm* gemm, int64_t hidden) {
+static inline int64_t flce_bias_parts(const flce_weight_gemm_sizes* gemm, int64_t hidden) {
   if (gemm->tile_columns == 0) return 0;
   int64_t tiles = flce_ceil_div(hidden, gemm->tile_columns);
   return tiles < gemm->most_bias_parts ? tiles : gemm->most_bias_parts;

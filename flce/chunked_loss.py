@@ -26,8 +26,8 @@ _Values = typing.TypeVar("_Values")
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
 _OF_ROWS = ("input", "adapter_input")
-# The options by which flce.plan is asked for the number of rows of a chunk.
-_OPTIONS_OF_CHUNK_ROWS = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype", "softcap")
+# The options on which the number of rows of a chunk depends (flce.plan).
+_OPTIONS_OF_CHUNK_ROWS = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype")
 
 
 @overload

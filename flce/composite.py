@@ -93,6 +93,9 @@ class LossTensors(typing.NamedTuple):
 
 def _loss_tensors(packed, tensors, target, device, dtype):
     """The LossTensors, after the checks of what C cannot see. device, dtype: of input or logits."""
+    for name in ("weight", "token_weight", "temperature") if tensors else ():
+        if name in tensors:
+            validate.check_constant(name, tensors[name])
     validate.check_constant("target", target)
     if packed.wanted.accuracy and target.is_floating_point():
         expected = "False with probabilities, which name no class to be right about"
@@ -101,9 +104,6 @@ def _loss_tensors(packed, tensors, target, device, dtype):
         validate.refuse("return_tail_lse", "False without classes or topk", True)
     if not tensors:
         return _NO_TENSORS
-    for name in ("weight", "token_weight", "temperature"):
-        if name in tensors:
-            validate.check_constant(name, tensors[name])
     of_loss = {name: tensors[name] for name in LossTensors._fields if name in tensors}
     temperature, num_items = of_loss.get("temperature"), of_loss.get("num_items")
     if temperature is not None and temperature.dim() == 0:

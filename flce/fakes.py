@@ -20,9 +20,11 @@ from .validate import (
     refuse_vmap,
 )
 
-# What csrc/binding/plan.cpp: describe says of a call. few, some and many are the strategies up to
-# few_rows rows, up to some_rows and of more; a dtype is its index in DTYPES, or -1 for int32.
-_FIELDS = "few few_rows some some_rows many keeps_statistics saved_dtype saved_pitch"
+# What csrc/binding/plan.cpp: describe says of a call. Strategies by the number of rows
+# (flce_strategies in csrc/flce.h): of at most one_chunk_rows, of at most rows_to_keep, of any other
+# number. A dtype is its index in DTYPES, or -1 for int32.
+_FIELDS = "save_of_one_chunk one_chunk_rows save_of_rows_to_keep rows_to_keep save_beyond"
+_FIELDS += " keeps_statistics saved_dtype saved_pitch"
 _FIELDS += " grad_input_dtype grad_weight_dtype grad_bias_dtype stat_dtype first_class classes"
 _FIELDS += " candidates"
 Described = collections.namedtuple("Described", _FIELDS)
@@ -65,10 +67,10 @@ def with_strategy(call):
     if call.options.choice("save") != "auto":
         return call.options
     description = described(call, call.options)
-    rows, save = _kept_rows(call.target, call.options.rows), description.many
+    rows, save = _kept_rows(call.target, call.options.rows), description.save_beyond
     for strategy, limit in (
-        (description.some, description.some_rows),
-        (description.few, description.few_rows),
+        (description.save_of_rows_to_keep, description.rows_to_keep),
+        (description.save_of_one_chunk, description.one_chunk_rows),
     ):
         if strategy != save and _is_at_most(rows, limit):
             save = strategy
@@ -170,7 +172,7 @@ def _fake_forward(call):
         check_shape("classes", classes, (*shape, *classes.shape[-1:]))
         check_same_device("classes", classes, "input", call.input)
         logits = classes.new_empty(classes.shape, dtype=dtype)
-    save, gradients = CHOICES["save"][description.many], calls.Gradients(None, None, None)
+    save, gradients = CHOICES["save"][description.save_beyond], calls.Gradients(None, None, None)
     if save in ("logits", "samples"):
         dtype = torch.int32 if description.saved_dtype < 0 else DTYPES[description.saved_dtype]
         saved = call.input.new_empty(

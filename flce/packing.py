@@ -90,12 +90,11 @@ WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 
 
 class Memory(typing.NamedTuple):
-    """memory of csrc/problem.h, in bytes: bound and kept; saves_memory: whether they are the
-    defaults."""
+    """memory of csrc/problem.h, in bytes: bound, kept and bound_is_default."""
 
     max_memory: int = 1 << 30
     kept_memory: int = 1 << 30
-    saves_memory: bool = False
+    bound_is_default: bool = False
 
 
 class WantedGradients(typing.NamedTuple):

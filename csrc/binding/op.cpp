@@ -105,7 +105,7 @@ ForwardResult run_forward(const Device& device, const flce_plan& plan, const Ten
 
 /* Binds the seed of the draw. */
 void bind_seed(const OptionalTensor& seed, const flce_plan& plan, Call* call) {
-  if (plan.strategy != FLCE_SAVE_SAMPLES && !plan.draws) return;
+  if (plan.strategy != FLCE_SAVE_SAMPLES && !plan.draws_from_dz) return;
   if (!seed) refuse("seed", "a tensor with gradient=\"sampled\"", "None");
   if (seed->numel() != 1) refuse("seed", "one element", "shape " + shape_text(shape_of(*seed)));
   expect_type("seed", *seed, ScalarType::Long);

@@ -69,7 +69,7 @@ void read_strategy(const Reader& read, flce_problem* problem) {
   if (problem->sampling.eps == 0.0) /* which the core takes as not set */
     refuse("gradient_eps", "from 2**-12 to 1", "0.0");
   problem->memory.bound = read.least(IntegerSlot::max_memory, 0);
-  problem->memory.bound_is_default = read.flag(IntegerSlot::saves_memory);
+  problem->memory.bound_is_default = read.flag(IntegerSlot::bound_is_default);
   problem->memory.kept = read.least(IntegerSlot::kept_memory, 0);
   problem->backward.consumes_saved = read.flag(IntegerSlot::consumes_saved);
   problem->graph.differentiates_outputs = read.flag(IntegerSlot::wants_lse) ||

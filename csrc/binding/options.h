@@ -23,9 +23,9 @@ namespace flce {
       SLOT(max_memory), SLOT(kept_memory), SLOT(gradient), SLOT(autocast), SLOT(frozen_hidden), \
       SLOT(wants_lse), SLOT(wants_entropy), SLOT(entropy_gradient), SLOT(wants_predictions),    \
       SLOT(topk), SLOT(wants_tail), SLOT(class_gradient), SLOT(wants_statistics),               \
-      SLOT(saves_memory), SLOT(accumulates), SLOT(traced), SLOT(grad_input), SLOT(grad_weight), \
-      SLOT(grad_bias), SLOT(consumes_saved), SLOT(allow_tf32), SLOT(ranks), SLOT(rank),         \
-      SLOT(start), SLOT(vocab), SLOT(input_is_sharded), SLOT(partial_grad_input),               \
+      SLOT(bound_is_default), SLOT(accumulates), SLOT(traced), SLOT(grad_input),                \
+      SLOT(grad_weight), SLOT(grad_bias), SLOT(consumes_saved), SLOT(allow_tf32), SLOT(ranks),  \
+      SLOT(rank), SLOT(start), SLOT(vocab), SLOT(input_is_sharded), SLOT(partial_grad_input),   \
       SLOT(wide_terms), SLOT(first_token), SLOT(divergence), SLOT(layout)
 
 /* The numbers of a divergence: its own, and those that map the teacher's logits to the final ones.

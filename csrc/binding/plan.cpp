@@ -85,12 +85,11 @@ std::optional<flce_problem> add_teacher(int64_t hidden, int64_t logits,
   return problem;
 }
 
-/* [strategy up to few rows, few rows, strategy up to some rows, some rows, strategy of more;
+/* [strategy and most rows of the first two ranges of rows (flce_strategies), strategy of the last;
  * whether statistics are kept; dtype and leading dimension of what is saved; dtypes of the
  * gradients of input, weight and bias; stat dtype; first class, number of all classes; candidates
- * for topk]. Checks the
- * options. No device is asked: what does not depend on rows follows from the device's type alone.
- */
+ * for topk]. Checks the options. No device is asked: what does not depend on rows follows from the
+ * device's type alone. */
 std::vector<int64_t> describe(SIZES_ARGUMENTS) {
   PackedOptions options = unpack_options(integers, numbers);
   flce_problem problem = problem_of(SIZES, valid_vocab, options);
@@ -104,14 +103,15 @@ std::vector<int64_t> describe(SIZES_ARGUMENTS) {
   flce_strategies s;
   flce_choose_strategies(&equal, &facts, &s);
   flce_plan plan = {};
-  plan.strategy = problem.save = s.many;
+  const auto &one_chunk = s.ranges[FLCE_ROWS_OF_ONE_CHUNK], &to_keep = s.ranges[FLCE_ROWS_TO_KEEP];
+  plan.strategy = problem.save = s.ranges[FLCE_ROWS_BEYOND].strategy;
   flce_choose_dtypes(&problem, &facts, &plan);
-  int64_t saved = s.many == FLCE_SAVE_SAMPLES ? -1 : plan.saved_dtype;
-  return {s.few,
-          s.few_rows,
-          s.some,
-          s.some_rows,
-          s.many,
+  int64_t saved = plan.strategy == FLCE_SAVE_SAMPLES ? -1 : plan.saved_dtype;
+  return {one_chunk.strategy,
+          one_chunk.most_rows,
+          to_keep.strategy,
+          to_keep.most_rows,
+          plan.strategy,
           plan.keeps_statistics,
           saved,
           plan.saved_pitch,

@@ -27,17 +27,18 @@ flce_status flce_recompute_logits(const execution* e, const chunk* c) {
   return flce_run_logits_gemm(e, c);
 }
 
-/* Writes c->out, from logits or, `from_exp`, from `scale` times E. Form exp: E alone. A row's
- * factor with all its upstream gradients is in coef, by which x and the result of dX's GEMM are
- * multiplied (enum flce_form), so what is stored does not depend on them. Form dz: dz itself, by
- * coef. */
-static flce_status write_gradient(const execution* e, const chunk* c, double scale, bool from_exp) {
+/* Writes c->out. Form exp: E alone. A row's factor with all its upstream gradients is in coef, by
+ * which x and the result of dX's GEMM are multiplied (enum flce_form), so what is stored does not
+ * depend on them. Form dz: dz itself, by coef. `call` says what c->z holds. */
+static flce_status write_gradient(const execution* e, const chunk* c, flce_grad_rows_args call) {
   flce_rows rows = rows_of(e, c);
   set_out(&rows, &c->out);
   rows.coef = e->plan->form == FLCE_FORM_EXP ? NULL : c->coef;
   rows.wants_entropy = e->tensors->grad_entropy != NULL;
   rows.has_tail_gradient = e->tensors->grad_tail != NULL;
-  CALL(e, grad_rows, &rows, scale, true, from_exp);
+  call.rows = &rows;
+  call.hide_target = true;
+  CALL(e, grad_rows, &call);
   if (e->problem->backward.has_grad_classes)
     CALL(e, class_gradients, &rows, buffer_ptr(e, FLCE_BUF_DZ_SCALE));
   return FLCE_OK;
@@ -65,13 +66,15 @@ flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c) {
 }
 
 flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
-  return e->problem->shape.vocab == 0 ? FLCE_OK : write_gradient(e, c, 1.0, false);
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
+  return write_gradient(e, c, (flce_grad_rows_args){.scale = 1.0});
 }
 
 flce_status flce_dz_of_saved(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   if (plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
-  return write_gradient(e, c, saved_exp_scale(plan), plan->saves_exp);
+  return write_gradient(
+      e, c, (flce_grad_rows_args){.scale = saved_exp_scale(plan), .z_is_exp = plan->saves_exp});
 }
 
 flce_status flce_order_targets(const execution* e) {

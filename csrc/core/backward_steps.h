@@ -18,7 +18,7 @@ flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c);
 /* The same from what is saved: dz. Nothing in form exp, where E is what is saved. */
 flce_status flce_dz_of_saved(const execution* e, const chunk* c);
 /* Sorts the tokens by target for what flce_finish_gradients() adds in form exp. A forward has done
- * it in flce_begin_loss(). */
+ * it in flce_scalars_and_skipped_rows(). */
 flce_status flce_order_targets(const execution* e);
 
 #endif

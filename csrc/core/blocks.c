@@ -27,7 +27,7 @@ bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan) {
   bool grads = plan->strategy == FLCE_SAVE_GRADS, stats = plan->strategy == FLCE_SAVE_STATS;
   bool asks = facts->asks_block || !problem->memory.bound_is_default;
-  bool reads_logits = (grads && (plan->finds_classes || plan->sums_tail)) || plan->compares;
+  bool reads_logits = (grads && (plan->finds_classes || plan->sums_tail)) || plan->is_divergence;
   return asks && (grads || stats) && !reads_logits && !problem->has.logits &&
          makes_gradients(problem, plan) && problem->shape.rows > 0 && problem->shape.vocab > 0;
 }

@@ -186,7 +186,7 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
   /* Before grad_output is known, the loss scale does what this one does. */
   const bool scales_dz = plan->dtype == FLCE_F16 && !exp_form && pass == BACKWARD;
   const int64_t scale = 4 + (wants_db ? gradient_rows(plan) : 0);
-  const bool sums_columns = smooth || (wants_db && !draws_samples(plan));
+  const bool sums_columns = smooth || (wants_db && !gradients_are_sampled(plan));
   const table_row rows[] = {
       {FLCE_BUF_COEF, true, pass, FLCE_COEF_ROWS * problem->shape.tokens * stat},
       {FLCE_BUF_DZ_SCALE, scales_dz, pass, scale * stat},
@@ -199,11 +199,11 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
 /* Where gradients are gathered by lists. */
 static void list_samples(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   const unsigned pass = gradient_pass(plan);
-  const bool of_classes = problem->wants.grad_weight || problem->wants.grad_bias;
+  const bool dw_or_db = problem->wants.grad_weight || problem->wants.grad_bias;
   const int64_t list = flce_sample_pitch(problem->sampling.eps) * (int64_t)sizeof(int32_t);
   const table_row rows[] = {
-      {FLCE_BUF_SAMPLES, plan->draws, pass, problem->shape.rows * list},
-      {FLCE_BUF_SAMPLE_ORDER, of_classes, pass, facts->sample_bytes},
+      {FLCE_BUF_SAMPLES, plan->draws_from_dz, pass, problem->shape.rows * list},
+      {FLCE_BUF_SAMPLE_ORDER, dw_or_db, pass, facts->sample_bytes},
   };
   ADD_ROWS(plan, rows);
 }
@@ -249,7 +249,7 @@ static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
   const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;
-  const bool sums_dx = makes_gradients(problem, plan) && sums_input(problem);
+  const bool sums_dx = makes_gradients(problem, plan) && sums_partial_dx(problem);
   const int64_t block = summed_elements(problem) * flce_size_of(plan->partial_dx_dtype);
   const bool own_dx = problem->shard.input_is_sharded || n % ranks != 0 ||
                       plan->partial_dx_dtype != plan->grad_input_dtype;
@@ -308,7 +308,7 @@ void flce_list_buffers(const flce_problem* problem, const flce_facts* facts, flc
   list_logits(problem, facts, plan);
   if (makes_gradients(problem, plan)) {
     list_row_gradients(problem, facts, plan);
-    if (draws_samples(plan))
+    if (gradients_are_sampled(plan))
       list_samples(problem, facts, plan);
     else
       list_gradient_gemms(problem, facts, plan);

@@ -132,7 +132,7 @@ chunk flce_chunk_from_saved(const execution* e, int64_t first) {
     return c;
   }
   void* dz = buffer_ptr(e, FLCE_BUF_LOGITS);
-  c.z = saved;
+  c.z = saved; /* z, or E if plan->saves_exp: flce_dz_of_saved() tells grad_rows which */
   c.out = plan->dz_in_saved ? in_place_of(e, &saved)
                             : (chunk_matrix){dz, plan->dtype, plan->out_pitch, plan->out_pitch};
   return c;

@@ -110,18 +110,18 @@ static int64_t equal_chunks(const flce_problem* problem, int64_t chunks, int64_t
 }
 
 /* The chunk rows with the least modelled time, among `fewest` to twice as many chunks: still more
- * chunks only cost launches. With saves_memory, the smallest chunks within 1 % of the least time,
- * and the search goes on until the time exceeds it by 10 %. */
+ * chunks only cost launches. With prefers_small_chunks, the smallest chunks within 1 % of the least
+ * time, and the search goes on until the time exceeds it by 10 %. */
 static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* facts,
                               const chunk_loop* loop, int64_t tile, int64_t fewest) {
   const double kTolerance = 1.01, kStopAbove = 1.1;
   const int64_t kMostOfFewest = 2;
-  bool saves = loop->saves_memory;
+  bool small = loop->prefers_small_chunks;
   int64_t rows[MAX_TRIED];
   double effort[MAX_TRIED], least = INFINITY;
   int tried = 0;
   for (int64_t chunks = fewest; tried < MAX_TRIED; chunks++) {
-    if (!saves && chunks > kMostOfFewest * fewest) break;
+    if (!small && chunks > kMostOfFewest * fewest) break;
     int64_t size = equal_chunks(problem, chunks, tile);
     if (tried > 0 && size == rows[tried - 1]) {
       if (size <= tile) break;
@@ -134,7 +134,7 @@ static int64_t fastest_chunks(const flce_problem* problem, const flce_facts* fac
   }
   int chosen = 0;
   for (int i = 0; i < tried; i++)
-    if (effort[i] <= least * (saves ? kTolerance : 1.0) && (saves || effort[i] < effort[chosen]))
+    if (effort[i] <= least * (small ? kTolerance : 1.0) && (small || effort[i] < effort[chosen]))
       chosen = i;
   return rows[chosen];
 }
@@ -172,10 +172,10 @@ flce_status choose_chunk_rows(const flce_problem* problem, const flce_facts* fac
   int64_t fewest =
       fit >= problem->shape.rows ? 1 : ceil_div(problem->shape.rows, fit / tile * tile);
   bool modelled = flce_is_modelled(facts, loop->dtype) && tile >= TILE_ROWS &&
-                  (loop->makes_dx || loop->saves_memory);
+                  (loop->makes_dx || loop->prefers_small_chunks);
   *chunk_rows = problem->shape.rows;
   *chunks = 1;
-  if (fewest == 1 && !(modelled && loop->saves_memory)) return FLCE_OK;
+  if (fewest == 1 && !(modelled && loop->prefers_small_chunks)) return FLCE_OK;
   *chunk_rows = modelled ? fastest_chunks(problem, facts, loop, tile, fewest)
                          : equal_chunks(problem, fewest, tile);
   *chunks = ceil_div(problem->shape.rows, *chunk_rows);

@@ -41,15 +41,16 @@ typedef struct chunk_loop {
   int64_t hidden;         /* the plan's */
   flce_dtype accum_dtype; /* in which dW is summed over chunks */
   int64_t max_memory;     /* bytes of all rows of a chunk */
-  bool saves_memory;      /* whether chunks may be smaller than fits: with the default bound */
-  int64_t row_bytes;      /* bytes that a row of a chunk takes of max_memory */
-  int64_t logits_bytes;   /* of a row of logits alone, of which max_memory has to hold one */
-  int64_t max_rows;       /* upper bound of a chunk's rows, whatever max_memory is; at least 1 */
-  int64_t tile_rows;      /* rows that the loop's kernels compute at a time */
-  bool makes_logits,      /* the loop runs the logits GEMM */
-      makes_dx,           /* the loop runs dX's GEMM */
-      makes_dw;           /* the loop runs dW's GEMM */
-  bool overlaps_dw;       /* dW's GEMM reads and writes dW during its mainloop */
+  /* With the default memory.bound: smaller chunks than fit, where they cost little time. */
+  bool prefers_small_chunks;
+  int64_t row_bytes;    /* bytes that a row of a chunk takes of max_memory */
+  int64_t logits_bytes; /* of a row of logits alone, of which max_memory has to hold one */
+  int64_t max_rows;     /* upper bound of a chunk's rows, whatever max_memory is; at least 1 */
+  int64_t tile_rows;    /* rows that the loop's kernels compute at a time */
+  bool makes_logits,    /* the loop runs the logits GEMM */
+      makes_dx,         /* the loop runs dX's GEMM */
+      makes_dw;         /* the loop runs dW's GEMM */
+  bool overlaps_dw;     /* dW's GEMM reads and writes dW during its mainloop */
 } chunk_loop;
 
 /* Whether the device's GEMMs of this dtype are those of the model of time: 16-bit on a GPU. */

@@ -50,6 +50,6 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
   CALL(&e, row_coefficients, &view, NULL, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
        tensors->workspace);
   view.coef = tensors->workspace;
-  CALL(&e, grad_rows, &view, 1.0, false, false);
+  CALL(&e, grad_rows, &(flce_grad_rows_args){.rows = &view, .scale = 1.0});
   return FLCE_OK;
 }

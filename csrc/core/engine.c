@@ -38,8 +38,8 @@
 
 /* ---- forward ---- */
 
-static flce_status begin_with_gradients(const execution* e, bool overlaps) {
-  FLCE_TRY(flce_begin_loss(e, overlaps));
+static flce_status begin_with_gradients(const execution* e, bool may_overlap) {
+  FLCE_TRY(flce_scalars_and_skipped_rows(e, may_overlap));
   return flce_begin_gradients(e);
 }
 
@@ -50,13 +50,13 @@ static flce_status exchange_all_statistics(const execution* e) {
   return all.rows > 0 ? flce_exchange_statistics(e, &all) : FLCE_OK;
 }
 
-/* save=stats: the statistics are an output. flce_begin_loss, which prepares scalars and blank rows,
- * is called once: before or during the first chunk's logits GEMM, or here if there are no rows. */
+/* save=stats: the statistics are an output. flce_scalars_and_skipped_rows is called once: before or
+ * during the first chunk's logits GEMM, or here if there are no rows. */
 static flce_status forward_stats(const execution* e) {
-  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
+    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics(e, &c));
   }
   FLCE_TRY(exchange_all_statistics(e));
@@ -71,10 +71,10 @@ static flce_status forward_loss_only(const execution* e) {
 
 /* save=logits: E or z of each chunk stays in the caller's `saved`. */
 static flce_status forward_logits(const execution* e) {
-  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_to_saved(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
+    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_save_exp(e, &c));
   }
@@ -89,10 +89,10 @@ static flce_status forward_grads(const execution* e) {
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
   /* E W needs no statistics: its GEMM hides the ranks' exchange of them. */
   bool hides_exchange = exp_form && e->shard;
-  /* The last kernel before reduce must be one of the backend's own, which waits for all kernels
-   * before it: in form exp that is a pass that finishes the gradients. In form dz it may be a
-   * library's GEMM. */
-  bool overlaps = exp_form && !e->shard && rows > 0;
+  /* Whether reduce may run concurrently with the kernel queued before it (PDL). That has to be one
+   * of the backend's own, which waits for all kernels before it: in form exp it is a pass that
+   * finishes the gradients, in form dz it may be a library's GEMM. */
+  bool reduce_may_overlap = exp_form && !e->shard && rows > 0;
   FLCE_TRY(flce_sum_weight(e));
   if (rows == 0) FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
@@ -109,7 +109,7 @@ static flce_status forward_grads(const execution* e) {
   }
   FLCE_TRY(flce_finish_gradients(e));
   FLCE_TRY(flce_class_logits(e));
-  return flce_reduce_losses(e, overlaps);
+  return flce_reduce_losses(e, reduce_may_overlap);
 }
 
 /* The gradients of a chunk's rows, of all of which the statistics are known: from the logits of a
@@ -122,7 +122,7 @@ static flce_status gradients_by_blocks(const execution* e, const chunk* rows) {
     const chunk block = flce_block_of(e, rows, first);
     FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
     FLCE_TRY(flce_dx_gemm(e, &block));
-    FLCE_TRY(flce_add_class_gradients(e, &block));
+    FLCE_TRY(flce_add_dw_db(e, &block));
   }
   return flce_finish_chunk_dx(e, rows);
 }
@@ -151,10 +151,10 @@ static flce_status forward_grads_by_blocks(const execution* e) {
 
 /* save=samples: a list of (class, E) of each row, drawn from its E. */
 static flce_status forward_samples(const execution* e) {
-  if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_loss(e, false));
+  if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_begin_loss));
+    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_exchange_statistics(e, &c));
     FLCE_TRY(flce_sample_chunk(e, &c));
@@ -164,7 +164,7 @@ static flce_status forward_samples(const execution* e) {
 }
 
 /* The logits and statistics of a chunk's rows, the teacher's before the student's. */
-static flce_status compare_logits(const execution* e, int64_t first, chunk* c,
+static flce_status logits_of_both(const execution* e, int64_t first, chunk* c,
                                   teacher_rows* teacher) {
   FLCE_TRY(flce_teacher_rows(e, first, teacher));
   *c = flce_student_chunk(e, first, teacher);
@@ -175,11 +175,11 @@ static flce_status compare_logits(const execution* e, int64_t first, chunk* c,
 
 /* The losses of a divergence. */
 static flce_status forward_divergence(const execution* e) {
-  FLCE_TRY(flce_begin_loss(e, false));
+  FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
-    FLCE_TRY(compare_logits(e, first, &c, &teacher));
+    FLCE_TRY(logits_of_both(e, first, &c, &teacher));
     FLCE_TRY(flce_divergence_losses(e, &c, &teacher));
   }
   return flce_reduce_losses(e, false);
@@ -191,7 +191,7 @@ static flce_status forward_divergence_grads(const execution* e) {
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
-    FLCE_TRY(compare_logits(e, first, &c, &teacher));
+    FLCE_TRY(logits_of_both(e, first, &c, &teacher));
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_divergence_dz(e, &c, &teacher));
     FLCE_TRY(flce_dx_gemm(e, &c));
@@ -208,7 +208,7 @@ static flce_status forward_divergence_samples(const execution* e) {
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     chunk c;
     teacher_rows teacher;
-    FLCE_TRY(compare_logits(e, first, &c, &teacher));
+    FLCE_TRY(logits_of_both(e, first, &c, &teacher));
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_divergence_dz(e, &c, &teacher));
     FLCE_TRY(flce_sample_chunk(e, &c));
@@ -228,15 +228,16 @@ static flce_status forward(const execution* e) {
   const flce_plan* plan = e->plan;
   switch (plan->strategy) {
     case FLCE_SAVE_NOTHING:
-      return plan->compares ? forward_divergence(e) : forward_loss_only(e);
+      return plan->is_divergence ? forward_divergence(e) : forward_loss_only(e);
     case FLCE_SAVE_STATS: /* a divergence with it makes no gradients, as with FLCE_SAVE_NOTHING */
-      return plan->compares ? forward_divergence(e) : forward_stats(e);
+      return plan->is_divergence ? forward_divergence(e) : forward_stats(e);
     case FLCE_SAVE_LOGITS:
       return forward_logits(e);
     case FLCE_SAVE_GRADS:
-      if (!wants_gradients(e)) return plan->compares ? forward_divergence(e) : forward_loss_only(e);
-      if (plan->draws) return forward_divergence_samples(e);
-      if (plan->compares) return forward_divergence_grads(e);
+      if (!wants_gradients(e))
+        return plan->is_divergence ? forward_divergence(e) : forward_loss_only(e);
+      if (plan->draws_from_dz) return forward_divergence_samples(e);
+      if (plan->is_divergence) return forward_divergence_grads(e);
       return by_blocks(plan) ? forward_grads_by_blocks(e) : forward_grads(e);
     case FLCE_SAVE_SAMPLES:
       return forward_samples(e);
@@ -342,12 +343,12 @@ static execution open_execution(const flce_backend* backend, shard_call* shard,
   return e;
 }
 
-static flce_status open_forward(execution* e, teacher_call* teacher) {
+static flce_status open_and_run_forward(execution* e, teacher_call* teacher) {
   const flce_problem* problem = e->problem;
   const flce_tensors* tensors = e->tensors;
   bool reduces = problem->reduction != FLCE_NONE;
   FLCE_TRY(flce_open_operands(e, true, true));
-  if (e->plan->compares) FLCE_TRY(flce_open_teacher(e, problem, tensors, teacher));
+  if (e->plan->is_divergence) FLCE_TRY(flce_open_teacher(e, problem, tensors, teacher));
   e->losses = reduces ? buffer_ptr(e, FLCE_BUF_ROW_LOSS) : tensors->loss;
   FLCE_TRY(flce_gather_rows(e));
   return forward(e);
@@ -364,8 +365,8 @@ flce_status flce_forward(const flce_backend* backend, const flce_comm* comm,
     tensors.stats = buffer_ptr(&e, FLCE_BUF_STATS);
     tensors.scalars = buffer_ptr(&e, FLCE_BUF_SCALARS);
   }
-  flce_status status = flce_close_shard(&e, open_forward(&e, &teacher));
-  return flce_close_shard(&teacher.own, status); /* without a teacher nothing is open there */
+  flce_status status = flce_close_shard(&e, open_and_run_forward(&e, &teacher));
+  return flce_close_shard(&teacher.forward, status); /* without a teacher nothing is open there */
 }
 
 flce_status flce_check_backward(const flce_plan* plan) {

@@ -146,9 +146,11 @@ typedef struct chunk {
   int64_t first_class, classes;
   const int64_t* index; /* their tokens, or NULL: the same */
   void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
-  chunk_matrix z;       /* logits: the result of the logits GEMM, or what is saved of it */
-  chunk_matrix out;     /* E or dz: what the gradient GEMMs read. It may overwrite z. */
-  void* coef;           /* [FLCE_COEF_ROWS][N] stat dtype, indexed as the rows' vectors */
+  /* Logits: the result of the logits GEMM. In a backward with save=logits what is saved of it: z,
+   * or E if the plan saves_exp. */
+  chunk_matrix z;
+  chunk_matrix out; /* E or dz: what the gradient GEMMs read. It may overwrite z. */
+  void* coef;       /* [FLCE_COEF_ROWS][N] stat dtype, indexed as the rows' vectors */
   /* Of a divergence whose logits GEMM packs z of student and teacher: the teacher's, else NULL. */
   const flce_fused_call* packed_with;
 } chunk;

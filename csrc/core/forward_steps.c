@@ -7,8 +7,8 @@
 
 /* ---- logits ---- */
 
-flce_status flce_begin_loss(const execution* e, bool overlaps) {
-  FLCE_TRY(flce_prepare(e, buffer_ptr(e, FLCE_BUF_ORDER), overlaps));
+flce_status flce_scalars_and_skipped_rows(const execution* e, bool may_overlap) {
+  FLCE_TRY(flce_prepare(e, buffer_ptr(e, FLCE_BUF_ORDER), may_overlap));
   if (e->plan->gathers) {
     flce_rows all = open_rows(e, 0, e->problem->shape.tokens);
     CALL(e, blank_rows, &all, e->problem->shape.rows, NULL, e->plan->dtype, 0);
@@ -126,7 +126,7 @@ flce_status flce_save_exp(const execution* e, const chunk* c) {
     return FLCE_OK;
   flce_rows rows = flce_local_rows(e, c);
   set_out(&rows, &c->out);
-  CALL(e, grad_rows, &rows, saved_exp_scale(plan), false, false);
+  CALL(e, grad_rows, &(flce_grad_rows_args){.rows = &rows, .scale = saved_exp_scale(plan)});
   return FLCE_OK;
 }
 
@@ -147,7 +147,7 @@ flce_status flce_loss_dz(const execution* e, const chunk* c) {
   flce_rows rows = rows_of(e, c);
   set_out(&rows, &c->out);
   rows.coef = c->coef;
-  CALL(e, grad_rows, &rows, 1.0, false, false);
+  CALL(e, grad_rows, &(flce_grad_rows_args){.rows = &rows, .scale = 1.0});
   return FLCE_OK;
 }
 
@@ -177,9 +177,9 @@ flce_status flce_class_logits(const execution* e) {
   return FLCE_OK;
 }
 
-flce_status flce_reduce_losses(const execution* e, bool overlaps) {
+flce_status flce_reduce_losses(const execution* e, bool may_overlap) {
   if (e->problem->reduction == FLCE_NONE) return FLCE_OK;
   CALL(e, reduce, e->tensors->loss, e->losses, e->problem->shape.tokens,
-       scalar(e, FLCE_SCALAR_INV_DENOM), e->stat, overlaps);
+       scalar(e, FLCE_SCALAR_INV_DENOM), e->stat, may_overlap);
   return FLCE_OK;
 }

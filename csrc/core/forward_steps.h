@@ -6,12 +6,12 @@
 
 /* ---- logits ---- */
 
-/* What precedes the statistics of the first chunk. `overlaps`: the kernel queued before is the
+/* What precedes the statistics of the first chunk. `may_overlap`: the kernel queued before is the
  * fused logits GEMM of that chunk, which reads nothing that these steps write, so the first of them
  * may run concurrently with it (PDL). */
-typedef flce_status (*flce_beginning)(const execution* e, bool overlaps);
-/* Scalars, and the results of rows that are not computed. */
-flce_status flce_begin_loss(const execution* e, bool overlaps);
+typedef flce_status (*flce_beginning)(const execution* e, bool may_overlap);
+/* The call's scalars, the order of its targets, and the results of rows that no chunk computes. */
+flce_status flce_scalars_and_skipped_rows(const execution* e, bool may_overlap);
 /* The arguments of fused_logits and fused_statistics. */
 flce_fused_call flce_fused_call_of(const execution* e, const chunk* c);
 /* Logits of a chunk. If fused_logits computes them, flce_statistics() is its second part. */
@@ -42,8 +42,8 @@ flce_status flce_loss_dz(const execution* e, const chunk* c);
 
 /* z of the classes whose logits are an output, of all tokens. */
 flce_status flce_class_logits(const execution* e);
-/* The loss from the losses of the rows. `overlaps`: the kernel queued before is one of the
- * backend's own, which waits for all kernels before it. */
-flce_status flce_reduce_losses(const execution* e, bool overlaps);
+/* The loss from the losses of the rows. `may_overlap`: it may run concurrently with the kernel
+ * queued before, which is one of the backend's own and waits for all kernels before it. */
+flce_status flce_reduce_losses(const execution* e, bool may_overlap);
 
 #endif

@@ -23,7 +23,7 @@ static int64_t number_count(const flce_problem* p) {
 /* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], the
  * PackedRow of a divergence, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a
  * row. */
-static int64_t scratch_row_bytes(const flce_logits_gemm* gemm, const flce_problem* p) {
+static int64_t scratch_row_bytes(const flce_logits_gemm_sizes* gemm, const flce_problem* p) {
   return 4 * (number_count(p) * flce_ceil_div(p->shape.vocab, gemm->tile_columns) + 8 +
               (p->divergence.teacher ? FLCE_PACKED_ROW_FLOATS : 0));
 }
@@ -80,7 +80,7 @@ static bool suits_scaled_rows(const flce_problem* p) {
 
 /* Whether the fused kernels run both logits GEMMs of a divergence and pack the logits. Ranks of a
  * sharded vocabulary exchange the statistics of both first. */
-static bool suits_packing(const flce_logits_gemm* gemm, const flce_problem* p, bool always) {
+static bool suits_packing(const flce_logits_gemm_sizes* gemm, const flce_problem* p, bool always) {
   const flce_problem* t = p->divergence.teacher;
   return t && !t->has.logits && !flce_is_sharded(p) && suits_scaled_rows(p) &&
          suits_scaled_rows(t) && suits_own_gemms(t) && suits_fused_gemm(t) &&
@@ -102,7 +102,7 @@ static flce_status own_gemm_facts(const flce_architecture* a, const char* kernel
   if (choice == GEMM_KERNEL) return FLCE_OK;
   if (is_bf16 && !p->backward.has_unaligned)
     facts->bias_parts = flce_bias_parts(&a->weight, p->shape.hidden);
-  const flce_logits_gemm* gemm = &a->logits;
+  const flce_logits_gemm_sizes* gemm = &a->logits;
   if (gemm->tile_columns > 0 && suits_fused_gemm(p) &&
       (always || p->shape.rows >= gemm->least_rows)) {
     facts->fused_row_bytes = scratch_row_bytes(gemm, p);

@@ -201,7 +201,7 @@ static flce_status bias_gradient(const execution* e, const chunk* c) {
   return FLCE_OK;
 }
 
-flce_status flce_add_class_gradients(const execution* e, const chunk* c) {
+flce_status flce_add_dw_db(const execution* e, const chunk* c) {
   if (e->problem->shape.vocab == 0) return FLCE_OK;
   if (e->problem->wants.grad_weight) FLCE_TRY(weight_gradient(e, c));
   if (e->problem->wants.grad_bias && !e->plan->bias_parts) FLCE_TRY(bias_gradient(e, c));
@@ -257,7 +257,7 @@ flce_status flce_begin_gradients(const execution* e) {
   }
   /* The first chunk's GEMM overwrites the accumulator. It has to be zeroed only if there is no
    * chunk. Sampled gradients have no accumulator. */
-  bool no_chunks = problem->shape.rows == 0 && !draws_samples(e->plan);
+  bool no_chunks = problem->shape.rows == 0 && !gradients_are_sampled(e->plan);
   if (problem->wants.grad_weight && !sums_in_callers(e) && no_chunks)
     CALL(e, fill, dw_accum(e), 0,
          problem->shape.vocab * e->plan->weight_hidden * flce_size_of(e->plan->accum_dtype));
@@ -369,7 +369,7 @@ static flce_status finish_bias(const execution* e, const final_parts* parts) {
   return FLCE_OK;
 }
 
-flce_status flce_finish_class_gradients(const execution* e) {
+flce_status flce_finish_dw_db(const execution* e) {
   const flce_problem* problem = e->problem;
   if (problem->shape.vocab == 0 || (!problem->wants.grad_weight && !problem->wants.grad_bias))
     return FLCE_OK;

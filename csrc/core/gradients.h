@@ -17,9 +17,9 @@ flce_status flce_scale_input(const execution* e, const chunk* c);
 /* The chunk's dX from the result of its GEMM. */
 flce_status flce_finish_dx(const execution* e, const chunk* c);
 /* Adds the chunk's dW and db to their accumulators. */
-flce_status flce_add_class_gradients(const execution* e, const chunk* c);
+flce_status flce_add_dw_db(const execution* e, const chunk* c);
 /* The parts of dW and db that no GEMM makes, after the last chunk. */
-flce_status flce_finish_class_gradients(const execution* e);
+flce_status flce_finish_dw_db(const execution* e);
 /* Label smoothing's sums over the rows, weighted with FLCE_COEF_SMOOTH: of x, and of ones. NULL
  * without smoothing, and where no gradient needs them. */
 flce_status flce_sum_smooth(const execution* e, void** xsum, void** total);

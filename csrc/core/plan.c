@@ -60,8 +60,9 @@ static void choose_sizes(const flce_problem* problem, const flce_facts* facts, f
   plan->input_pitch = round_up(plan->hidden, facts->input_alignment);
   plan->finds_classes = problem->wants.topk > 0;
   plan->sums_tail = problem->wants.tail;
-  plan->compares = problem->divergence.kind != FLCE_NO_DIVERGENCE;
-  plan->draws = plan->compares && problem->sampling.wanted && plan->strategy == FLCE_SAVE_GRADS;
+  plan->is_divergence = problem->divergence.kind != FLCE_NO_DIVERGENCE;
+  plan->draws_from_dz =
+      plan->is_divergence && problem->sampling.wanted && plan->strategy == FLCE_SAVE_GRADS;
 }
 
 /* ---- form ---- */
@@ -74,7 +75,7 @@ static flce_form choose_form(const flce_problem* problem, const flce_plan* plan)
                   plan->strategy == FLCE_SAVE_LOGITS;
   bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->wants.topk > 0;
   bool dz = plan->dtype == FLCE_F16 || problem->has.probabilities || problem->wants.tail ||
-            plan->compares || (flce_caps_logits(&problem->loss) && slope_of_all);
+            plan->is_divergence || (flce_caps_logits(&problem->loss) && slope_of_all);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
@@ -116,7 +117,7 @@ static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* fact
 /* The dtypes and leading dimensions of the logits and of what overwrites them; who writes them. */
 static void choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  bool narrow = (exp_form || plan->draws) && plan->dtype == FLCE_F16;
+  bool narrow = (exp_form || plan->draws_from_dz) && plan->dtype == FLCE_F16;
   plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
   flce_dtype wanted = narrow ? FLCE_F32 : problem->dtypes.logits;
   plan->z_dtype = gemm_writes(plan, facts, wanted) ? wanted : plan->dtype;
@@ -186,7 +187,7 @@ static bool keeps_fp16_dw(const flce_problem* problem, const flce_plan* plan) {
   bool asks_f32 = problem->dtypes.accum != FLCE_F16 && !problem->dtypes.widens_accum;
   return plan->strategy == FLCE_SAVE_GRADS && plan->dtype == FLCE_F16 &&
          problem->wants.grad_weight && problem->dtypes.weight == FLCE_F16 && !asks_f32 &&
-         !plan->draws;
+         !plan->draws_from_dz;
 }
 
 /* With this power of two a sum of `rows` products of at most 2^27 stays within 2^15. */
@@ -242,7 +243,7 @@ static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_
   bool makes_both = problem->wants.grad_weight && problem->wants.grad_bias &&
                     problem->shape.frozen_hidden == 0 && !by_blocks(plan);
   plan->bias_parts = makes_both && dtype == plan->dtype ? facts->bias_parts : 0;
-  bool sums = !draws_samples(plan);
+  bool sums = !gradients_are_sampled(plan);
   plan->dw_block_rows =
       sums ? block_rows_of(plan, facts, dtype, problem->shape.vocab, plan->weight_hidden) : 0;
 }
@@ -258,7 +259,7 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
  * graph has to know it, and does not know the number of chunks. */
 static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool decided = problem->derived.chunk_rows > 0; /* accum_dtype is that of the equal share */
-  bool sums = problem->wants.grad_weight && !draws_samples(plan);
+  bool sums = problem->wants.grad_weight && !gradients_are_sampled(plan);
   int64_t chunks = plan->strategy == FLCE_SAVE_GRADS ? plan->chunks : plan->backward_chunks;
   if (by_blocks(plan)) chunks = ceil_div(problem->shape.rows, plan->block_rows);
   if (problem->dtypes.widens_accum && !decided && sums && chunks >= FLCE_WIDE_SUM_CHUNKS)
@@ -279,12 +280,12 @@ static chunk_loop any_loop(const flce_problem* problem, const flce_plan* plan) {
   int64_t memory = problem->memory.bound;
   /* Of 1 GiB a divergence takes 768 MiB: 1536 rows of 128256 classes, packed, or 768 of two float32
    * logits. */
-  if (plan->compares && problem->memory.bound_is_default) memory -= memory / 4;
+  if (plan->is_divergence && problem->memory.bound_is_default) memory -= memory / 4;
   return (chunk_loop){.dtype = plan->dtype,
                       .hidden = plan->hidden,
                       .accum_dtype = plan->accum_dtype,
                       .max_memory = memory,
-                      .saves_memory = problem->memory.bound_is_default,
+                      .prefers_small_chunks = problem->memory.bound_is_default,
                       .max_rows = INT64_MAX,
                       .tile_rows = TILE_ROWS,
                       .makes_dx = problem->wants.grad_input,
@@ -328,7 +329,7 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   if (!only_statistics(plan)) return loop;
   if (by_blocks(plan)) loop.max_rows = STATISTICS_ROWS;
   /* No logits are written: smaller chunks would only save scratch. */
-  loop.saves_memory = false;
+  loop.prefers_small_chunks = false;
   loop.row_bytes = facts->fused_row_bytes;
   if (!plan->gathers) return loop;
   loop.row_bytes += plan->input_pitch * flce_size_of(plan->dtype);
@@ -392,7 +393,7 @@ static flce_status choose_backward_chunks(const flce_problem* problem, const flc
 static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
   if (!copies_logits_input(plan)) return;
   bool has_copy = problem->wants.grad_weight && makes_gradients(problem, plan) &&
-                  copies_weight_input(problem, plan) && !plan->draws && !by_blocks(plan);
+                  copies_weight_input(problem, plan) && !plan->draws_from_dz && !by_blocks(plan);
   plan->backward_gathered_x = has_copy ? FLCE_BUF_SCALED_X : FLCE_BUF_GATHERED_X;
   plan->gathered_x =
       plan->strategy == FLCE_SAVE_GRADS ? plan->backward_gathered_x : FLCE_BUF_GATHERED_X;

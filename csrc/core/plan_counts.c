@@ -34,7 +34,8 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
-  plan->forward_gemms = plan->chunks * (1 + others + (grads && !plan->draws ? gradients : 0));
+  plan->forward_gemms =
+      plan->chunks * (1 + others + (grads && !plan->draws_from_dz ? gradients : 0));
   int64_t logits = plan->strategy == FLCE_SAVE_STATS && makes_gradients(problem, plan) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients);
 }
@@ -55,10 +56,10 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
-  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || plan->compares ||
+  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || plan->is_divergence ||
                     (grads && gradients && !by_blocks(plan));
   int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
-  if (plan->compares) { /* statistics of student and teacher, and the sums of the divergence */
+  if (plan->is_divergence) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
     calls = 3;
   }
@@ -66,7 +67,7 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
       (flce_collective){each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
                         others * problem->shape.rows * numbers};
-  if (!gradients || !sums_input(problem)) return;
+  if (!gradients || !sums_partial_dx(problem)) return;
   int64_t received = others * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};
@@ -96,5 +97,5 @@ static double estimate_sampled_time(const flce_problem* problem, const flce_fact
 void flce_count_plan(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   count_gemms(problem, plan);
   count_collectives(problem, plan);
-  if (draws_samples(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
+  if (gradients_are_sampled(plan)) plan->sampled_time = estimate_sampled_time(problem, facts, plan);
 }

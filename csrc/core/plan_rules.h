@@ -23,11 +23,12 @@ static inline bool recomputes_logits(const flce_plan* plan) {
 /* True if the forward computes only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || recomputes_logits(plan);
-  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->compares;
+  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->is_divergence;
 }
-/* True if gradients are sums over lists, not GEMMs. */
-static inline bool draws_samples(const flce_plan* plan) {
-  return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws;
+/* True if gradients are gathered by the rows' lists of samples, not made by GEMMs: of E, with
+ * save=samples, or of a sampled divergence's dz. */
+static inline bool gradients_are_sampled(const flce_plan* plan) {
+  return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws_from_dz;
 }
 /* True if a chunk's rows of x are copied before the logits GEMM reads them. */
 static inline bool copies_logits_input(const flce_plan* plan) {
@@ -40,7 +41,7 @@ static inline bool copies_weight_input(const flce_problem* problem, const flce_p
          problem->has.unaligned_operand || plan->dw_fp16_shift != 0;
 }
 /* Whether the ranks' partial dX is exchanged and summed. */
-static inline bool sums_input(const flce_problem* problem) {
+static inline bool sums_partial_dx(const flce_problem* problem) {
   return flce_is_sharded(problem) && problem->wants.grad_input &&
          !problem->shard.partial_grad_input && problem->shape.tokens > 0;
 }

@@ -1,11 +1,11 @@
 /* save=samples: the forward draws the lists of the rows, the backward makes the gradients from
- * them. With `draws` (a sampled divergence) the forward does both. */
+ * them. Of a sampled divergence (plan->draws_from_dz) the forward does both. */
 #include "core/samples.h"
 
 #include "core/gradients.h"
 #include "core/shards.h"
 
-/* The list of a computed row: in FLCE_BUF_SAMPLES with `draws`, else in `saved`. */
+/* The list of a computed row: in FLCE_BUF_SAMPLES of a sampled divergence, else in `saved`. */
 static int32_t* list_of_row(const execution* e, int64_t row) {
   int32_t* own = buffer_ptr(e, FLCE_BUF_SAMPLES);
   return (own ? own : (int32_t*)e->tensors->saved) +
@@ -93,7 +93,7 @@ static flce_status bias_from_samples(const execution* e, const flce_rows* rows, 
   return FLCE_OK;
 }
 
-static flce_status class_gradients(const execution* e, const chunk* all) {
+static flce_status sampled_dw_db(const execution* e, const chunk* all) {
   const flce_problem* problem = e->problem;
   flce_rows rows = with_coef(e, all);
   if (problem->shape.vocab == 0 || (!problem->wants.grad_weight && !problem->wants.grad_bias))
@@ -114,6 +114,6 @@ flce_status flce_sampled_gradients(const execution* e, const chunk* all) {
   FLCE_TRY(sampled_dx(e, all));
   FLCE_TRY(flce_begin_all_to_all_dx(e));
   FLCE_TRY(flce_begin_all_gather_dx(e));
-  FLCE_TRY(class_gradients(e, all));
+  FLCE_TRY(sampled_dw_db(e, all));
   return flce_wait_all_gather_dx(e);
 }

@@ -85,7 +85,7 @@ static int64_t partial_dx_bytes(const execution* e) {
  * N is no multiple of the ranks, or the partial dX has another dtype. */
 static flce_status choose_partial_dx(const execution* e) {
   void** dx = &e->shard->tensors.grad_input;
-  if (!sums_input(e->problem) || !*dx) return FLCE_OK;
+  if (!sums_partial_dx(e->problem) || !*dx) return FLCE_OK;
   void* partial = buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
   return choose_send_buffer(e, FLCE_ALL_TO_ALL_DX, e->problem->shard.ranks * partial_dx_bytes(e),
                             partial ? partial : *dx, dx);
@@ -131,17 +131,17 @@ flce_status flce_close_shard(const execution* e, flce_status status) {
 
 /* ---- statistics ---- */
 
-flce_status flce_prepare(const execution* e, void* order, bool overlaps) {
+flce_status flce_prepare(const execution* e, void* order, bool may_overlap) {
   int dw_fp16_shift = e->plan->dw_fp16_shift;
   if (!e->shard) {
-    CALL(e, prepare, e->problem, e->tensors, order, dw_fp16_shift, overlaps);
+    CALL(e, prepare, e->problem, e->tensors, order, dw_fp16_shift, may_overlap);
     return FLCE_OK;
   }
   flce_problem whole = *e->shard->caller_problem;
   flce_tensors tensors = *e->shard->caller_tensors;
   whole.shape.vocab = whole.shape.weight_rows = whole.shard.classes;
   tensors.input = e->tensors->input;
-  CALL(e, prepare, &whole, &tensors, NULL, dw_fp16_shift, overlaps);
+  CALL(e, prepare, &whole, &tensors, NULL, dw_fp16_shift, may_overlap);
   if (e->problem->shape.vocab == 0) return FLCE_OK;
   /* The order of the targets, and WEIGHT_TOTAL of this rank's classes. */
   flce_tensors local = *e->tensors;
@@ -233,7 +233,7 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
   call->writes = false;
   if (e->problem->shape.vocab > 0) {
     CALL(e, divergence_rows, call);
-  } else { /* every target is out of the range of no class, but not of all */
+  } else { /* no class here: a row is valid if its target is one of all classes */
     CALL(e, fill, sums, 0, bytes);
     call->student = call->teacher = &whole;
   }
@@ -241,6 +241,7 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
   if (sent != sums) FLCE_TRY(copy(e, sent, sums, count, e->stat));
   FLCE_TRY(all_gather(e, id, received, sent, bytes));
   FLCE_TRY(wait_for(e, id));
+  /* It adds any terms of the ranks, in their order. */
   CALL(e, sum_partial_dx,
        &(flce_sum_dx_args){.out = sums,
                            .out_dtype = e->stat,
@@ -265,7 +266,7 @@ flce_status flce_begin_all_to_all_dx(const execution* e) {
   /* The GEMMs do not write the padding rows after token N - 1, and no row if this rank has no
    * class. */
   int64_t written = e->problem->shape.vocab > 0 ? e->problem->shape.tokens * row : 0;
-  bool exchanges = sums_input(e->problem);
+  bool exchanges = sums_partial_dx(e->problem);
   int64_t all =
       exchanges ? e->problem->shard.ranks * partial_dx_bytes(e) : e->problem->shape.tokens * row;
   if (written < all) CALL(e, fill, partial + written, 0, all - written);
@@ -276,19 +277,19 @@ flce_status flce_begin_all_to_all_dx(const execution* e) {
 
 /* Where the sums are gathered: the caller's dX or, if N is no multiple of the ranks,
  * FLCE_BUF_PARTIAL_DX, whose contents have been sent by then. */
-static void* gathered_input(const execution* e) {
+static void* gathered_dx(const execution* e) {
   bool whole_blocks = e->problem->shape.tokens % e->problem->shard.ranks == 0;
   return whole_blocks ? e->shard->caller_tensors->grad_input : buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
 }
 
 flce_status flce_begin_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (!sums_input(problem)) return FLCE_OK;
+  if (!sums_partial_dx(problem)) return FLCE_OK;
   flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->partial_dx_dtype;
   int64_t count = summed_elements(problem), bytes = count * flce_size_of(dtype),
           first = problem->shard.rank * bytes;
   char* sum = problem->shard.input_is_sharded ? e->shard->caller_tensors->grad_input
-                                              : (char*)gathered_input(e) + first;
+                                              : (char*)gathered_dx(e) + first;
   void* sent = sum;
   if (!problem->shard.input_is_sharded)
     FLCE_TRY(choose_send_buffer(e, FLCE_ALL_GATHER_DX, bytes, sum, &sent));
@@ -305,14 +306,14 @@ flce_status flce_begin_all_gather_dx(const execution* e) {
            .rank = problem->shard.rank,
            .count = count});
   if (problem->shard.input_is_sharded) return FLCE_OK;
-  return all_gather(e, FLCE_ALL_GATHER_DX, gathered_input(e), sent, bytes);
+  return all_gather(e, FLCE_ALL_GATHER_DX, gathered_dx(e), sent, bytes);
 }
 
 flce_status flce_wait_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (!sums_input(problem) || problem->shard.input_is_sharded) return FLCE_OK;
+  if (!sums_partial_dx(problem) || problem->shard.input_is_sharded) return FLCE_OK;
   FLCE_TRY(wait_for(e, FLCE_ALL_GATHER_DX));
-  const void* gathered = gathered_input(e);
+  const void* gathered = gathered_dx(e);
   void* dx = e->shard->caller_tensors->grad_input;
   int64_t elements = problem->shape.tokens * problem->shape.hidden;
   return gathered == dx ? FLCE_OK : copy(e, dx, gathered, elements, e->plan->grad_input_dtype);

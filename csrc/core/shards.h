@@ -27,7 +27,7 @@ flce_status flce_open_shard(execution* e, bool reads_input);
  * flight whose buffers the caller frees. */
 flce_status flce_close_shard(const execution* e, flce_status status);
 /* The backend's prepare: for all classes, and for this rank's. */
-flce_status flce_prepare(const execution* e, void* order, bool overlaps);
+flce_status flce_prepare(const execution* e, void* order, bool may_overlap);
 /* The rows for the passes over this rank's classes: these compute the sums that the ranks exchange.
  */
 flce_rows flce_local_rows(const execution* e, const chunk* c);

@@ -101,12 +101,12 @@ flce_status flce_finish_chunk_dx(const execution* e, const chunk* c) {
 flce_status flce_add_gradients(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_chunk_dx(e, c));
   FLCE_TRY(flce_scale_input(e, c));
-  return flce_add_class_gradients(e, c);
+  return flce_add_dw_db(e, c);
 }
 
 flce_status flce_finish_gradients(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_all_to_all_dx(e));
   FLCE_TRY(flce_begin_all_gather_dx(e));
-  FLCE_TRY(flce_finish_class_gradients(e));
+  FLCE_TRY(flce_finish_dw_db(e));
   return flce_wait_all_gather_dx(e);
 }

@@ -13,8 +13,10 @@ enum { SMALL_WEIGHT_BYTES = 128 << 20 };
  * 1 + 2 z |lse| <= 4 (1 + 128 z), so at this z_loss |lse| < 1790. */
 static const double F16_Z_LOSS = 0x1p-10;
 
+/* One strategy for any number of rows. */
 static flce_strategies always(flce_strategy strategy) {
-  return (flce_strategies){.few = strategy, .some = strategy, .many = strategy};
+  return (flce_strategies){
+      .ranges = {{INT64_MAX, strategy}, {INT64_MAX, strategy}, {INT64_MAX, strategy}}};
 }
 
 /* Bytes of a row of logits, in the dtype in which the logits GEMM writes them. */
@@ -33,40 +35,45 @@ flce_save flce_known_strategy(const flce_problem* problem) {
   return problem->sampling.wanted && automatic ? FLCE_SAVE_SAMPLES : problem->save;
 }
 
-void flce_choose_strategies(const flce_problem* problem, const flce_facts* facts,
-                            flce_strategies* strategies) {
-  *strategies = always(flce_known_strategy(problem));
-  if (strategies->few != FLCE_SAVE_AUTO) return;
-  flce_plan logits = {.strategy = FLCE_SAVE_LOGITS};
-  flce_choose_logits(problem, facts, &logits);
-  bool gpu = facts->multiprocessors > 0;
-  /* The forward must not make gradients in three cases: the backward adds to the caller's; a
-   * compiled backward gets zeros in place of no gradient of lse or entropy, and would compute all
-   * again; float16 cannot hold gradients whose size is not known before, of probabilities that are
-   * not normalized and of a large z-loss. */
+/* The forward must not make gradients in three cases: the backward adds to the caller's; a compiled
+ * backward gets zeros in place of no gradient of lse or entropy, and would compute all again;
+ * float16 cannot hold gradients whose size is not known before, of probabilities that are not
+ * normalized and of a large z-loss. */
+static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
   bool unbounded = problem->has.probabilities || problem->loss.z_loss > F16_Z_LOSS;
   bool late = problem->graph.accumulates ||
               (problem->graph.traced && problem->graph.differentiates_outputs) ||
-              (unbounded && logits.dtype == FLCE_F16);
-  bool may_make_gradients = problem->reduction != FLCE_NONE && !late;
-  if (gpu && may_make_gradients && problem->memory.bound_is_default &&
-      !problem->graph.differentiates_outputs) {
-    /* Gradients of lse or entropy would make save=grads recompute the logits. */
-    *strategies = always(FLCE_SAVE_GRADS);
-    return;
-  }
-  int64_t saved_row = logits.saved_pitch * flce_size_of(logits.saved_dtype);
+              (unbounded && dtype == FLCE_F16);
+  return problem->reduction != FLCE_NONE && !late;
+}
+
+/* The rows whose `row` bytes each are in `bytes`. */
+static int64_t rows_in(int64_t bytes, int64_t row) {
+  return row > 0 ? bytes / row : INT64_MAX;
+}
+
+/* The strategies where they depend on the number of rows. */
+static flce_strategies choose_by_rows(const flce_problem* problem, const flce_facts* facts) {
+  flce_plan logits = {.strategy = FLCE_SAVE_LOGITS};
+  flce_choose_logits(problem, facts, &logits);
+  bool gpu = facts->multiprocessors > 0, gradients = may_make_gradients(problem, logits.dtype);
+  /* Gradients of lse or entropy would make save=grads recompute the logits. */
+  bool of_loss_alone = gradients && !problem->graph.differentiates_outputs;
+  if (gpu && of_loss_alone && problem->memory.bound_is_default) return always(FLCE_SAVE_GRADS);
   int64_t weight_bytes = problem->shape.vocab * problem->shape.hidden * flce_size_of(logits.dtype);
-  bool small = gpu && may_make_gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
-  strategies->few = small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS;
-  strategies->some = FLCE_SAVE_LOGITS;
-  strategies->many = may_make_gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
-  int64_t kept_memory =
-      strategies->many == FLCE_SAVE_GRADS && !problem->graph.differentiates_outputs
-          ? problem->memory.bound
-          : problem->memory.kept;
-  strategies->some_rows = saved_row > 0 ? kept_memory / saved_row : INT64_MAX;
-  int64_t row = logits_row_bytes(problem, facts, logits.dtype);
-  strategies->few_rows =
-      min64(strategies->some_rows, row > 0 ? problem->memory.bound / row : INT64_MAX);
+  bool small = gpu && gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
+  int64_t kept_memory = of_loss_alone ? problem->memory.bound : problem->memory.kept;
+  int64_t kept = rows_in(kept_memory, logits.saved_pitch * flce_size_of(logits.saved_dtype));
+  int64_t at_once = rows_in(problem->memory.bound, logits_row_bytes(problem, facts, logits.dtype));
+  return (flce_strategies){
+      .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(kept, at_once),
+                                             small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS},
+                 [FLCE_ROWS_TO_KEEP] = {kept, FLCE_SAVE_LOGITS},
+                 [FLCE_ROWS_BEYOND] = {INT64_MAX, gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS}}};
+}
+
+void flce_choose_strategies(const flce_problem* problem, const flce_facts* facts,
+                            flce_strategies* strategies) {
+  flce_save known = flce_known_strategy(problem);
+  *strategies = known == FLCE_SAVE_AUTO ? choose_by_rows(problem, facts) : always(known);
 }

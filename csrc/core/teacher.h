@@ -8,7 +8,7 @@
 
 /* The memory of that execution: what its records point to. */
 typedef struct teacher_call {
-  execution own;
+  execution forward;
   flce_plan plan;
   flce_problem problem;
   flce_tensors tensors;

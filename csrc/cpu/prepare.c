@@ -63,8 +63,8 @@ static double largest_input(const flce_problem* problem, const flce_tensors* ten
 }
 
 flce_status flce_cpu_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                             void* order, int dw_fp16_shift, bool overlaps) {
-  (void)overlaps;
+                             void* order, int dw_fp16_shift, bool may_overlap) {
+  (void)may_overlap;
   flce_dtype stat = flce_stat_dtype(problem->dtypes.gemm);
   const flce_row_kernels*
       kernels; /* not used: refuses an unsupported FLCE_CPU_VARIANT before any work */

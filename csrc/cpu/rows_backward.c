@@ -78,14 +78,14 @@ static void grad_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_grad_rows(void* self, const flce_rows* rows, double scale, bool hide_target,
-                               bool z_is_exp) {
+flce_status flce_cpu_grad_rows(void* self, const flce_grad_rows_args* call) {
+  const flce_rows* rows = call->rows;
   row_pass pass;
   FLCE_TRY(flce_cpu_make_row_pass(rows, true, &pass));
-  pass.scale = scale;
-  pass.hide_target = hide_target;
-  pass.z_is_exp = z_is_exp;
-  if (z_is_exp &&
+  pass.scale = call->scale;
+  pass.hide_target = call->hide_target;
+  pass.z_is_exp = call->z_is_exp;
+  if (call->z_is_exp &&
       (flce_caps_logits(&rows->options) || rows->probabilities || rows->has_tail_gradient))
     return flce_fail(FLCE_UNSUPPORTED,
                      "grad_rows of exp: expected class targets, no softcap and no tail");

@@ -5,9 +5,9 @@
 #include <string.h>
 
 flce_status flce_cpu_reduce(void* self, void* out, const void* values, int64_t count,
-                            const void* factor, flce_dtype stat, bool overlaps) {
+                            const void* factor, flce_dtype stat, bool may_overlap) {
   (void)self;
-  (void)overlaps;
+  (void)may_overlap;
   double sum = 0.0;
   for (int64_t i = 0; i < count; i++) sum += flce_load(values, stat, i);
   flce_store(out, stat, 0, factor ? flce_load(factor, stat, 0) * sum : sum);

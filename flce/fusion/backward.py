@@ -30,11 +30,11 @@ class HeadProduct(torch.autograd.Function):
     """The product of an nn.Linear, (x, weight, bias): for autograd, that of nn.Linear itself."""
 
     @staticmethod
-    def forward(ctx, kind, deferred, x, weight, bias):
+    def forward(ctx, tensor_class, deferred, x, weight, bias):
         ctx.head_call, ctx.record = deferred.head_call, deferred.record
         ctx.save_for_backward(x, weight, bias)
         ctx.set_materialize_grads(False)
-        return kind(deferred)
+        return tensor_class(deferred)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -52,15 +52,15 @@ class HeadProduct(torch.autograd.Function):
 
 def _split(gradient, head_node):
     """(the LossBackwards that run at this node of a HeadProduct, the real sum of all other terms or
-    None). One runs where each of its paths has brought a term: where a hook has changed that of one
-    of two paths, into a real Tensor, the other one's is made real too."""
+    None). One gives the gradients by all of its paths together, so it runs where each path has
+    brought a term: where a hook has made that of one of two paths real, the other one's is made
+    real too."""
     summands, head_call = gradient.summands, head_node.head_call
-    counts = collections.Counter(term.loss_backward for term in summands.terms)
+    terms_of = collections.Counter(term.loss_backward for term in summands.terms)
     loss_backwards = [
         loss_backward
-        for loss_backward, count in counts.items()
-        if head_call in loss_backward.head_calls
-        and count == loss_backward.count_terms_at(head_node)
+        for loss_backward, terms in terms_of.items()
+        if head_call in loss_backward.head_calls and terms == loss_backward.paths_to(head_node)
     ]
     others = [term for term in summands.terms if term.loss_backward not in loss_backwards]
     return loss_backwards, sum_of_tensors([*(t.compute() for t in others), summands.tensor])
@@ -72,12 +72,12 @@ def _gradients_by_flce(ctx, loss_backwards):
     head_call = ctx.head_call
     new = [backward for backward in loss_backwards if backward.leaf_gradients is None]
     if new:
-        head_calls = {id(one): one for backward in new for one in backward.head_calls}
-        wanted = _wanted_leaves(ctx) if len(head_calls) == 1 else None
-        leaves = {id(leaf): leaf for one in head_calls.values() for leaf in one.leaves}
+        calls = {id(call): call for backward in new for call in backward.head_calls}
+        wanted = _wanted_leaves(ctx) if len(calls) == 1 else None
+        leaves = {id(leaf): leaf for call in calls.values() for leaf in call.leaves}
         leaves = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
         inputs = [leaf for leaf in leaves if wanted is None or id(leaf) in wanted]
-        accumulates = any(one.accumulates for one in head_calls.values())
+        accumulates = any(call.accumulates for call in calls.values())
         is_full = len(inputs) == len(leaves) and not accumulates
         with all_gradients_wanted() if is_full else contextlib.nullcontext():
             _run(new, inputs, accumulates, is_full)
@@ -182,13 +182,13 @@ def _gradients_by_torch(ctx, gradient):
 
 class LossOfLogits(torch.autograd.Function):
     """A loss by flce (or log p, lse, ...), as a function of the deferred Tensor that the caller has
-    passed. value: [the loss], which autograd does not take for an operand in a list; path_counts:
-    of LossBackward."""
+    passed. value: [the loss], which autograd does not take for an operand in a list;
+    paths_to_heads: of LossBackward."""
 
     @staticmethod
-    def forward(ctx, value, replaced_call, path_counts, proxy):
-        ctx.value, ctx.replaced_call, ctx.path_counts = value, replaced_call, path_counts
-        ctx.head_calls = proxy._flce.head_calls
+    def forward(ctx, value, replaced_call, paths_to_heads, tensor):
+        ctx.value, ctx.replaced_call, ctx.paths_to_heads = value, replaced_call, paths_to_heads
+        ctx.head_calls = tensor._flce.head_calls
         result = value[0].detach()
         # So that torch refuses a second backward without its graph.
         ctx.save_for_backward(torch.empty(0))
@@ -200,7 +200,7 @@ class LossOfLogits(torch.autograd.Function):
             refuse_double_backward()
         _ = ctx.saved_tensors
         deferred = ctx.replaced_call.deferred
-        loss_backward = LossBackward(ctx.value, gradient, ctx.head_calls, ctx.path_counts)
+        loss_backward = LossBackward(ctx.value, gradient, ctx.head_calls, ctx.paths_to_heads)
         compute = functools.partial(ctx.replaced_call.compute_gradient, gradient)
         summands = Summands(deferred.head_call.device, [GradientTerm(loss_backward, compute)])
         return None, None, None, GradientOfLogits(deferred.layout(), summands)
@@ -210,9 +210,9 @@ class ReplacedCall:
     """The call of torch's function that flce has computed in its place, to run it after all where
     somebody reads the gradient: F.cross_entropy(z, labels), of deferred logits z.
 
-    args, kwargs: with DeferredValues in place of deferred Tensors; deferred: that of the one that
-    has the gradient. Other Tensors are copied, as the caller may write to them before the gradient
-    is read; of large ones (probabilities) the version has to stay the same.
+    args, kwargs: with DeferredValues in place of deferred Tensors; deferred: the DeferredValue of
+    the one that has the gradient. Other Tensors are copied, as the caller may write to them before
+    the gradient is read; of large ones (probabilities) the version has to stay the same.
     """
 
     def __init__(self, function, args, kwargs, deferred):
@@ -255,13 +255,13 @@ class ReplacedCall:
             return torch.autograd.grad(value, leaf, grad_output)[0]
 
 
-def count_paths(node, counts=None):
-    """{node of a HeadProduct: on how many paths autograd's `node` leads to it}, through steps and
-    custom Functions."""
-    counts = collections.Counter() if counts is None else counts
+def count_paths_to_heads(node):
+    """{node of a HeadProduct: the number of paths in autograd's graph from `node` to it}, through
+    steps and custom Functions."""
     if isinstance(node, HeadProduct._backward_cls):
-        counts[node] += 1
-    elif isinstance(node, torch.autograd.function.BackwardCFunction) or is_step(node):
+        return collections.Counter([node])
+    counts = collections.Counter()
+    if isinstance(node, torch.autograd.function.BackwardCFunction) or is_step(node):
         for next_node, _ in node.next_functions:
-            count_paths(next_node, counts)
+            counts += count_paths_to_heads(next_node)
     return counts

@@ -1,5 +1,9 @@
 """Deferred logits: a Tensor without memory that autograd and the dispatcher take for any other.
 
+A *deferred Tensor* is what a caller holds: a DeferredLogits, or a step of one (`logits / 2`); under
+torch.compile a traced.TracedLogits. Its attribute `_flce` is a *DeferredValue*, which knows how the
+real values are computed. In flce/fusion a variable `deferred` is a DeferredValue.
+
 Autograd records what is done to it, by itself: it is the output of a `backward.HeadProduct`.
 __torch_function__ hands what `operations` recognises to flce; a recognised step is done by autograd
 too, on Tensors without values. Everything else comes to __torch_dispatch__, whatever way it went,
@@ -19,7 +23,7 @@ from torch.compiler import is_compiling
 
 from .. import torch_private
 from . import steps
-from .backward import HeadProduct, LossOfLogits, ReplacedCall, count_paths
+from .backward import HeadProduct, LossOfLogits, ReplacedCall, count_paths_to_heads
 from .eager import DeferredStep, EagerValue, Layout, Operation
 from .gradient import mark_steps
 from .operations import HANDLERS
@@ -50,10 +54,10 @@ class DeferredLogits(torch.Tensor):
         layout = deferred.layout_of
         options = {"strides": layout.strides, "storage_offset": layout.offset}
         options |= {"dtype": layout.dtype, "device": deferred.head_call.device}
-        proxy = torch_private.make_wrapper_subclass(cls, layout.shape, **options)
-        torch_private.forbid_addresses(proxy)
-        proxy._flce = deferred
-        return proxy
+        tensor = torch_private.make_wrapper_subclass(cls, layout.shape, **options)
+        torch_private.forbid_addresses(tensor)
+        tensor._flce = deferred
+        return tensor
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -61,7 +65,7 @@ class DeferredLogits(torch.Tensor):
         if is_compiling() or function in _OF_METADATA or torch_private.is_in_dispatch():
             return _by_torch(function, args, kwargs)
         try:
-            return _recognised(function, args, kwargs)
+            return _handle(function, args, kwargs)
         except Unknown:
             pass
         if function == _SET_DATA:
@@ -79,7 +83,7 @@ class DeferredLogits(torch.Tensor):
         if _state.step is not None and kind != "write":  # called by `_step_by_torch`
             return _deferred_result(function, args, kwargs)
         if kind == "view":
-            return _viewed(function, args, kwargs)
+            return _view(function, args, kwargs)
         if function in _FACTORIES:
             first, *sizes = args
             return function(first._flce.like(), *sizes, **kwargs)
@@ -87,7 +91,7 @@ class DeferredLogits(torch.Tensor):
             tensor._flce.materialize_for(function)
         if kind != "write":
             return function(*mapped(_value, args), **mapped(_value, kwargs))
-        return _written(function, args, kwargs)
+        return _write(function, args, kwargs)
 
 
 for _method in (DeferredLogits.__torch_function__, DeferredLogits.__torch_dispatch__):
@@ -95,7 +99,7 @@ for _method in (DeferredLogits.__torch_function__, DeferredLogits.__torch_dispat
 
 
 def deferred_product(head_call, linear, x):
-    """The proxy of the product of an nn.Linear."""
+    """The product of an nn.Linear, as a deferred Tensor."""
     operands = x, linear.weight, linear.bias
     head_call.leaves = _leaves(*operands, head_call.accumulates or is_gathered(linear))
     shape, dtype = (*x.shape[:-1], linear.out_features), head_call.product_dtype(x)
@@ -126,7 +130,7 @@ def _by_torch(function, args, kwargs):
         return function(*args, **kwargs)
 
 
-def _is_deferred(value):
+def _is_deferred_tensor(value):
     return isinstance(value, DeferredLogits)
 
 
@@ -134,7 +138,7 @@ _COMMUTATIVE = {torch.add, torch.Tensor.add, torch.mul, torch.multiply, torch.Te
 _SET_DATA = torch.Tensor.data.__set__
 
 
-def _recognised(function, args, kwargs):
+def _handle(function, args, kwargs):
     """What a handler of `operations` returns, with its graph."""
     deferred, operands = deferred_value_of(args[0]) if args else None, args
     if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
@@ -146,14 +150,14 @@ def _recognised(function, args, kwargs):
     return with_graph(function, args, kwargs, lambda: handler(function, deferred, operands, kwargs))
 
 
-def _deferred_arguments(args, kwargs):
-    return [argument for argument in (*args, *kwargs.values()) if _is_deferred(argument)]
+def _deferred_tensors(args, kwargs):
+    return [argument for argument in (*args, *kwargs.values()) if _is_deferred_tensor(argument)]
 
 
 def with_graph(function, args, kwargs, handle):
-    """What `handle()` returns for function(*args, **kwargs), as a function of its deferred
-    arguments for autograd. Raises Unknown where the function has to be called itself."""
-    operands = _deferred_arguments(args, kwargs)
+    """What `handle()` returns for function(*args, **kwargs), as a function of the deferred Tensors
+    among its arguments for autograd. Raises Unknown where the function has to be called itself."""
+    operands = _deferred_tensors(args, kwargs)
     if not operands:  # those of a graph of torch.compile, which records by itself
         return handle()
     for tensor in operands:
@@ -167,18 +171,18 @@ def with_graph(function, args, kwargs, handle):
         # Each on its own: the backward of torch's function makes zeros for those without a loss.
         values = tuple(_step_by_torch(step.view, args[:1], {}, step) for step in result)
         return iter(values) if function is torch.Tensor.__iter__ else values
-    if _is_deferred(result) or not result.requires_grad:
+    if _is_deferred_tensor(result) or not result.requires_grad:
         return result
     operands = [tensor for tensor in operands if tensor._flce.has_gradient]
     if not torch.is_grad_enabled() or not operands:
         return result.detach()
     (operand,) = operands
     replaced_call = ReplacedCall(function, args, kwargs, operand._flce)
-    path_counts = None
+    paths_to_heads = None
     if operand._flce.record.form() in (steps.P_LOG_P, steps.P_Z, steps.KL):
         with torch_private.without_torch_function():
-            path_counts = count_paths(operand.grad_fn)
-    return LossOfLogits.apply([result], replaced_call, path_counts, operand)
+            paths_to_heads = count_paths_to_heads(operand.grad_fn)
+    return LossOfLogits.apply([result], replaced_call, paths_to_heads, operand)
 
 
 def _step_by_torch(function, args, kwargs, step):
@@ -190,7 +194,7 @@ def _step_by_torch(function, args, kwargs, step):
             value = _by_torch(function, args, kwargs)
     finally:
         _state.step = outer_step
-    operands = {tensor._flce: tensor for tensor in _deferred_arguments(args, kwargs)}
+    operands = {tensor._flce: tensor for tensor in _deferred_tensors(args, kwargs)}
     deferred = value._flce
     if deferred in operands:  # the argument itself, as of flatten(0, -2) of a matrix
         return value
@@ -228,7 +232,7 @@ _OF_METADATA |= {torch.ops.aten.detach.default}
 
 def _with_memory(function):
     def real(value):
-        if not _is_deferred(value):
+        if not _is_deferred_tensor(value):
             return value
         value._flce.memory.is_touched |= torch_private.OF_MEMORY[function]
         with torch_private.without_torch_function():
@@ -267,21 +271,22 @@ def _kind_of(function):
 
 def _value(value):
     """Real values in place of deferred ones."""
-    return value._flce.materialize() if _is_deferred(value) else value
+    return value._flce.materialize() if _is_deferred_tensor(value) else value
 
 
-def _written(function, args, kwargs):
+def _write(function, args, kwargs):
     """An operator that writes to deferred values: into the real ones, which all views share."""
     if torch.Tag.inplace_view in function.tags:
         _refuse_replacement(function)
     mutable = [a.name for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
     arguments = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
-    proxies = {}  # {id of the real value: its Tensor}, for operators that return what they wrote to
+    # For operators that return what they wrote to.
+    deferred_tensors = {}  # {id of the real value: its deferred Tensor}
     for tensor in instances_in(DeferredLogits, [arguments.get(name) for name in mutable]):
         tensor._flce.memory.is_touched = True
-        proxies[id(tensor._flce.materialize())] = tensor
+        deferred_tensors[id(tensor._flce.materialize())] = tensor
     results = function(*mapped(_value, args), **mapped(_value, kwargs))
-    return mapped(lambda value: proxies.get(id(value), value), results)
+    return mapped(lambda value: deferred_tensors.get(id(value), value), results)
 
 
 def _refuse_replacement(what):
@@ -292,16 +297,16 @@ def _refuse_replacement(what):
     )
 
 
-def _viewed(function, args, kwargs):
+def _view(function, args, kwargs):
     """A view: real if the values are, which then may be written to by others."""
-    tensor = first_deferred(args, kwargs)
+    tensor = _first_deferred_tensor(args, kwargs)
     if tensor._flce.is_pending():
         return _deferred_result(function, args, kwargs)
     tensor._flce.memory.is_touched = True
     return function(*mapped(_value, args), **mapped(_value, kwargs))
 
 
-def first_deferred(args, kwargs):
+def _first_deferred_tensor(args, kwargs):
     first, *_ = instances_in(DeferredLogits, (args, kwargs))
     return first
 
@@ -309,8 +314,10 @@ def first_deferred(args, kwargs):
 def _deferred_result(function, args, kwargs):
     """The result of an operator, as a deferred Tensor."""
     tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-    is_flat = _is_deferred(args[0]) and len(tensors) == 1 and not any(map(_nests_tensors, args))
-    deferred = (args[0] if is_flat else first_deferred(args, kwargs))._flce
+    is_flat = (
+        _is_deferred_tensor(args[0]) and len(tensors) == 1 and not any(map(_nests_tensors, args))
+    )
+    deferred = (args[0] if is_flat else _first_deferred_tensor(args, kwargs))._flce
     if is_flat:
         operation = Operation(function, (deferred, *args[1:]), kwargs)
     else:
@@ -326,24 +333,25 @@ def _deferred_result(function, args, kwargs):
     meta_results = function(*meta_args, **meta_kwargs)
     parent = deferred if _kind_of(function) == "view" else None
 
-    def proxy(meta, index=None):
+    def deferred_tensor(meta, index=None):
         indexed = operation._replace(result_index=index)
         result_value = EagerValue(deferred.head_call, None, Layout.of(meta), indexed, parent)
         result_value.meta = meta
         return DeferredLogits(result_value)
 
     if isinstance(meta_results, torch.Tensor):
-        return proxy(meta_results)
-    return [proxy(meta, i) for i, meta in enumerate(meta_results)]
+        return deferred_tensor(meta_results)
+    return [deferred_tensor(meta, i) for i, meta in enumerate(meta_results)]
 
 
 def _known_layout(function, deferred, record, tensors, args, kwargs):
     """The Layout of an operator's result, if it follows from the record of the step; else None.
-    deferred: of the first deferred argument; tensors: the arguments that are Tensors."""
+    deferred: the DeferredValue of the first deferred Tensor among the arguments; tensors: the
+    arguments that are Tensors."""
     if record is None:
         return None
     is_of_rows = function in _OF_ROWS and _are_contiguous_rows(record, tensors, kwargs)
-    if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred, tensors)):
+    if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred_tensor, tensors)):
         dtype = deferred.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)
     if function is _VIEW and _is_whole_view(deferred.layout_of, record, args[1]):
@@ -361,7 +369,7 @@ def _layout_of(value):
 
 def _by_value(value):
     """An argument by its value: the caller may write to an index or a vector later."""
-    if _is_deferred(value):
+    if _is_deferred_tensor(value):
         return value._flce
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
@@ -369,7 +377,7 @@ def _by_value(value):
 def _are_contiguous_rows(record, operands, options):
     """Whether an operator of _OF_ROWS gives contiguous values of the record's shape, which is that
     of the last operator: reshape copies rows in the shape that they have before it."""
-    layouts = [tensor._flce.layout_of for tensor in operands if _is_deferred(tensor)]
+    layouts = [tensor._flce.layout_of for tensor in operands if _is_deferred_tensor(tensor)]
     is_copy = options.get("memory_format") is torch.contiguous_format
     return all(
         tuple(layout.shape) == tuple(record.shape) and (is_copy or layout.is_contiguous())

@@ -57,8 +57,8 @@ class Operation(typing.NamedTuple):
 class EagerValue(DeferredValue):
     """One of an eager call, with the Operation that computes it, None for a head's
     product. layout_of: the Layout of the real value; meta: a meta tensor of that, if there is one.
-    parent: the value that a view shares its memory with. has_gradient: whether the Tensor requires
-    grad. head_calls: those that the value comes from."""
+    parent: the value that a view shares its memory with. has_gradient: whether the deferred
+    Tensor requires grad. head_calls: those that the value comes from."""
 
     def __init__(self, head_call, record, layout, operation=None, parent=None):
         super().__init__(head_call, record, parent)
@@ -93,7 +93,8 @@ class EagerValue(DeferredValue):
         return torch_private.in_backward()
 
     def materialize(self):
-        """Views share the memory of their parent's value. Without a graph, which is the proxy's."""
+        """Views share the memory of their parent's value. Without a graph: the deferred
+        Tensor has it."""
         if self.value is None:
             with torch.inference_mode(self.head_call.is_inference), torch.no_grad():
                 if self.parent is None:

@@ -29,18 +29,19 @@ class LossBackward:
 
     value: [the loss, with flce's graph], empty once that is freed. grad_output: of the loss, 1.
     head_calls: (the HeadCall of logits,); of several heads for a divergence or an adapter.
-    path_counts: {node of a HeadProduct: on how many paths autograd leads from the loss to it}; None
-    for a single path, as here. Of (p * log_p).sum() {node: 2}: one through each factor.
+    paths_to_heads: {node of a HeadProduct: the number of paths in autograd's graph from the loss to
+    it}; None for one path, as here. Of (p * log_p).sum() {node: 2}: one through each factor.
     leaf_gradients: None; after it has run {id(leaf): gradient} of the leaves of these calls.
     """
 
-    def __init__(self, value, grad_output, head_calls, path_counts):
+    def __init__(self, value, grad_output, head_calls, paths_to_heads):
         self.value, self.grad_output, self.head_calls = value, grad_output, head_calls
-        self.path_counts, self.leaf_gradients = path_counts, None
+        self.paths_to_heads, self.leaf_gradients = paths_to_heads, None
 
-    def count_terms_at(self, head_node):
-        """How many terms of this backward arrive at a node of a HeadProduct: one on each path."""
-        return 1 if self.path_counts is None else self.path_counts[head_node]
+    def paths_to(self, head_node):
+        """On how many paths autograd goes from the loss to a node of a HeadProduct. As many
+        GradientTerms of this backward arrive there, if nobody has read one on the way."""
+        return 1 if self.paths_to_heads is None else self.paths_to_heads[head_node]
 
 
 class GradientTerm(typing.NamedTuple):

@@ -64,7 +64,7 @@ class DeferringMixin(RequestMixin):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        logits = _deferred(self, args, kwargs)
+        logits = _deferred_tensor(self, args, kwargs)
         return super().forward(*args, **kwargs) if logits is None else logits
 
     def linear_forward(self, x):
@@ -75,9 +75,9 @@ class DeferringMixin(RequestMixin):
         return super().forward(x)
 
 
-def _deferred(linear, args, kwargs):
-    """The deferred product of this call of the head; None where it is not to be deferred. Counts
-    the call, and tells why it falls back."""
+def _deferred_tensor(linear, args, kwargs):
+    """The product of this call of the head, as a deferred Tensor; None where it is not to be one.
+    Counts the call, and tells why it falls back."""
     fusion = linear._flce_fusion
     # Two arguments: a Request, or what nn.Linear refuses.
     if len(args) != 1 or not fusion.is_to_defer() or kwargs or (is_compiling() and _exports()):
@@ -100,7 +100,7 @@ def _deferred(linear, args, kwargs):
         return deferred.deferred_product(head_call, linear, x)
     shape, sources = (*x.shape[:-1], linear.out_features), (steps.Source(linear, x),)
     record = steps.Record(sources, (), shape, head_call.product_dtype(x), steps.Rows())
-    return traced.proxy_of(TracedValue(head_call, record))
+    return traced.deferred_tensor_of(TracedValue(head_call, record))
 
 
 def _exports():

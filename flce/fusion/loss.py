@@ -38,10 +38,11 @@ def _unsupported(record, fuse_options, has_probabilities=False):
     return None
 
 
-def _computed(deferred, record, run):
-    """run(sources) in the modes of the head's call; None means that real logits are needed."""
+def _run_in_heads(deferred, record, run):
+    """run(sources of the record), inside the Modules of the heads and in the modes of the head's
+    call. Unknown where it gives None, which means that real logits are needed."""
     head_call = deferred.head_call
-    head_call.check(False)
+    head_call.check(compares_samples=False)
     with head_call.entered(deferred.wants_gradient()):
         result = inside(record.sources, run)
     head_call.loss_is_done = head_call.loss_is_done or result is None
@@ -49,7 +50,7 @@ def _computed(deferred, record, run):
     return result
 
 
-def _fused(deferred, record, target, options, dropped=()):
+def _cross_entropy_by_flce(deferred, record, target, options, dropped=()):
     """linear_cross_entropy of the record's logits, with the options of flce.fuse but those that
     `dropped` names. Unknown, and told, where flce cannot compute it."""
     head_call = deferred.head_call
@@ -74,7 +75,7 @@ def _fused(deferred, record, target, options, dropped=()):
         head_call.fusion.note_loss(steps.hashable_steps(record))
         return result
 
-    return _computed(deferred, record, run)
+    return _run_in_heads(deferred, record, run)
 
 
 def cross_entropy(function, deferred, args, kwargs):
@@ -98,7 +99,7 @@ def cross_entropy(function, deferred, args, kwargs):
     require(tuple(target.shape) == record.shape[: None if has_probabilities else -1])
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     options = {name: arguments[name] for name in names if name in arguments}
-    loss = _fused(deferred, record, target, options)
+    loss = _cross_entropy_by_flce(deferred, record, target, options)
     head_call.loss_is_done = True
     is_cast = record.dtype != torch.float64 and torch.is_autocast_enabled(head_call.device.type)
     loss = loss.to(torch.float32 if is_cast else record.dtype)
@@ -128,35 +129,37 @@ def statistic(deferred, record, name, target=None):
     if target is None and rows.is_piece:
         return rows.select_values(statistic(deferred, rows.parent_record, name))
     outputs = _statistics_by_flce(deferred, record, name, target)
-    statistics = {field: values for field, values in outputs.items() if values is not None}
-    # By name: lse, entropy, predictions. The others are made of the loss, or are class_logits.
-    requested = statistics.pop("class_logits", -statistics.pop("loss"))
-    if name not in statistics and key is not None:
-        statistics[key] = requested
+    fields = {field: getattr(outputs, field) for field in ("lse", "entropy", "predictions")}
+    statistics = {field: values for field, values in fields.items() if values is not None}
+    if name in statistics:
+        requested = statistics[name]
+    else:
+        requested = outputs.class_logits if name == "class_logits" else -outputs.loss
+        if key is not None:
+            statistics[key] = requested
     rows.statistics.update(statistics if grad else {**statistics, **rows.statistics})
     head_call.loss_is_done = head_call.loss_is_done or target is not None
-    return statistics.get(name, requested)
+    return requested
 
 
 def _statistics_by_flce(deferred, record, name, target):
-    """The fields of LinearCrossEntropyOutput by the call of flce for a statistic. The loss is
-    -log p of the target, or -mean_log_p, or that of class 0, for which nobody asks."""
+    """The LinearCrossEntropyOutput of the call of flce for a statistic. Its loss is -log p of the
+    target, or -mean_log_p, or that of class 0, for which nobody asks."""
     options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
     options["ignore_index"] = -(2**63)  # no class has this index
     dropped = ("z_loss", "valid_bound")
     is_sampled = name == "log_p" and deferred.head_call.fusion.options.get("gradient") == "sampled"
     if not is_sampled:
-        # A softcap's slope is in its gradient: the forward would keep the logits in float32.
-        is_cheap = not (deferred.wants_gradient() and steps.TANH in steps.kinds(record.steps))
+        # A cap's slope is in its gradient: the forward would keep the logits in float32.
+        is_cheap = not (deferred.wants_gradient() and steps.is_capped(record.steps))
         options |= {"return_lse": True, "return_entropy": is_cheap or name == "entropy"}
         options["return_predictions"] = name == "predictions"
         options["classes"] = target if name == "class_logits" else None
         dropped += ("gradient", "gradient_eps")
     if name != "log_p":
         target = torch.zeros(record.shape[:-1], dtype=torch.int64, device=deferred.head_call.device)
-    outputs = _fused(deferred, record, target, options, dropped)
-    outputs = LinearCrossEntropyOutput(outputs) if is_sampled else outputs
-    return outputs._asdict()
+    outputs = _cross_entropy_by_flce(deferred, record, target, options, dropped)
+    return LinearCrossEntropyOutput(outputs) if is_sampled else outputs
 
 
 # ---- KL divergences of two heads ----
@@ -183,11 +186,8 @@ def kl_sum(record, reduction):
 def divergence(student, teacher, name, reduction, target=None, beta=0.5):
     """flce.linear_divergence of the logits of two DeferredValues, whatever their forms. target:
     rows of -100 are ignored."""
-    both, records, fusion = (
-        (student, teacher),
-        (student.record, teacher.record),
-        student.head_call.fusion,
-    )
+    both, fusion = (student, teacher), student.head_call.fusion
+    records = student.record, teacher.record
     require(student.is_pending() and teacher.is_pending() and records[0].shape == records[1].shape)
     require(not teacher.wants_gradient())
     fuse_options = {
@@ -220,7 +220,7 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
             deferred.head_call.fusion.note_loss(steps.hashable_steps(record))
         return loss
 
-    teacher.head_call.check(False)
+    teacher.head_call.check(compares_samples=False)
     student.head_call.loss_is_done = teacher.head_call.loss_is_done = True
     run_in_teacher = lambda s: inside(teacher.record.sources, lambda t: run(s, t))  # noqa: E731
-    return _computed(student, student.record, run_in_teacher)
+    return _run_in_heads(student, student.record, run_in_teacher)

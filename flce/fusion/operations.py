@@ -1,8 +1,8 @@
 """The table of operations that deferred logits record or answer.
 
-A handler takes (function, deferred, args, kwargs), args[0] being a deferred Tensor, and returns
-the result, or raises Unknown, by `require`: real logits are computed then. Shapes, dtypes and
-devices of results come from the function itself, of empty tensors.
+A handler takes (function, deferred, args, kwargs), args[0] being a deferred Tensor and `deferred`
+its DeferredValue, and returns the result, or raises Unknown, by `require`: real logits are computed
+then. Shapes, dtypes and devices of results come from the function itself, of empty tensors.
 """
 
 import copy
@@ -73,13 +73,17 @@ def _product(deferred, other):
     return deferred.then(left.changed(tail=(step,), dtype=dtype))
 
 
-@handles("tanh", 1)
+@handles(" ".join(steps.CAPS), 1)
+def _cap(function, deferred, args, kwargs):
+    require(not steps.is_capped(deferred.record.steps))
+    return deferred.then(deferred.record.then(function.__name__, 1, function))
+
+
 @handles("exp", 1, (LOG_P,))
-def _map(function, deferred, args, kwargs):
-    """The tanh of logits; p of log p."""
-    record, kind = deferred.record, P if deferred.record.tail else steps.TANH
-    require(record.factor() == 1 and kind not in steps.kinds(record.steps))
-    return deferred.then(record.then(kind, 1, function))
+def _exp(function, deferred, args, kwargs):
+    """p of log p."""
+    require(deferred.record.factor() == 1)
+    return deferred.then(deferred.record.then(P, 1, function))
 
 
 @handles("add", 2)
@@ -89,7 +93,7 @@ def _add(function, deferred, args, kwargs):
         return _sum_of_products(deferred, other)
     require(isinstance(vector, torch.Tensor) and vector.is_floating_point())
     require(vector.dim() >= 1 and vector.shape[-1] == vector.numel() == record.shape[-1])
-    require(vector.dim() <= len(record.shape) and steps.TANH not in steps.kinds(record.steps))
+    require(vector.dim() <= len(record.shape) and not steps.is_capped(record.steps))
     # Of a trained vector the loss would need another edge; torch.compile records it by itself.
     require(is_compiling() or not (vector.requires_grad and torch.is_grad_enabled()))
     dtype = torch.promote_types(record.dtype, vector.dtype)
@@ -341,7 +345,7 @@ def _argmax(function, deferred, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
     arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
     require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_done)
-    deferred.head_call.check(True)
+    deferred.head_call.check(compares_samples=True)
     with torch.no_grad():
         values = loss.statistic(deferred, deferred.record, "predictions")
     return _result(deferred.record, values, torch.int64, arguments.get("keepdim"))

@@ -10,7 +10,10 @@ from torch.compiler import is_compiling
 
 from .. import torch_private
 
-SCALE, TANH, BIAS, CLASSES, CAST = "scale", "tanh", "bias", "classes", "cast"
+SCALE, BIAS, CLASSES, CAST = "scale", "bias", "classes", "cast"
+# Curves that cap the logits: {name of torch's function, the kind of its step: the option that
+# cap curve(z / cap) is}.
+CAPS = {"tanh": "softcap"}
 # What values are, where they are not logits z with the classes last: of p = softmax(z); (B, V, T)
 # for F.cross_entropy; (..., groups, V / groups), with a loss for each group.
 FORMS = ("log p", "p", "p log p", "p z", "classes second", "classes split", "kl")
@@ -27,9 +30,9 @@ def require(is_known):
 
 
 class Step(typing.NamedTuple):
-    """One operation on every row alike. kind: one of the names above. value: the factor (of forms
-    too), None, the vector, (start, stop), the dtype. compute: the operation itself, on real values
-    (..., V)."""
+    """One operation on every row alike. kind: one of the names above, of CAPS or of FORMS. value:
+    the factor (of forms too), None, the vector, (start, stop), the dtype. compute: the operation
+    itself, on real values (..., V)."""
 
     kind: str
     value: object
@@ -167,11 +170,15 @@ def kinds(steps):
     return {step.kind for step in steps}
 
 
+def is_capped(steps):
+    return any(kind in CAPS for kind, _, _ in steps)
+
+
 def is_scale(factor, steps):
-    """Whether logits with these steps may be scaled by `factor`: not by 0; after a tanh it is the
-    softcap, which is positive."""
+    """Whether logits with these steps may be scaled by `factor`: not by 0; after a curve it is the
+    cap, which is positive."""
     for kind, value, _ in reversed(steps):
-        if kind == TANH:
+        if kind in CAPS:
             return 0 < factor < math.inf
         if kind == SCALE:
             factor *= value
@@ -191,8 +198,9 @@ def operands(record, dtype, cuts_weight):
     cuts_weight: whether class weights or probabilities belong to the selected classes alone."""
     scale = _scale_of(record.sources[0])
     x, weight, own_bias, options = _product(record.sources, scale, dtype)
-    scale, outer, is_added, classes, bias = _folded(record.steps, scale, own_bias, len(weight))
-    if len(classes) < len(weight) and not (classes.start or is_added or cuts_weight):
+    folded = _folded(record.steps, scale, own_bias, len(weight))
+    scale, classes, bias = folded.scale, folded.classes, folded.bias
+    if len(classes) < len(weight) and not (classes.start or folded.is_added or cuts_weight):
         options["valid_vocab"], bias = classes.stop, own_bias
     elif len(classes) < len(weight):
         cut = slice(classes.start, classes.stop)
@@ -201,17 +209,19 @@ def operands(record, dtype, cuts_weight):
             options["adapter_weight"] = options["adapter_weight"][cut]
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
-    if outer is not None:
-        options["softcap"], scale = outer, scale * outer
+    if folded.curve is not None:
+        options[CAPS[folded.curve]], scale = folded.outer, scale * folded.outer
     return x, weight, bias, options | ({"logit_scale": scale} if scale != 1 else {})
 
 
 class _Folded(typing.NamedTuple):
-    """What steps make of z: outer tanh(scale (z + bias)), or scale (z + bias) where outer is None,
-    of a range of the classes. is_added: whether a step has added to the bias."""
+    """What steps make of z: outer curve(scale (z + bias)), curve being a name of CAPS, or
+    scale (z + bias) where both are None, of a range of the classes. is_added: whether a step has
+    added to the bias."""
 
     scale: float
     outer: float | None
+    curve: str | None
     is_added: bool
     classes: range
     bias: torch.Tensor | None
@@ -219,21 +229,21 @@ class _Folded(typing.NamedTuple):
 
 def _folded(steps_of_logits, scale, bias, vocab):
     """The _Folded of steps after a product with this bias and factor."""
-    outer, is_added, classes = None, False, range(vocab)
+    outer, curve, is_added, classes = None, None, False, range(vocab)
     for kind, value, _ in steps_of_logits:
         if kind == SCALE and outer is not None:
             outer *= value
         elif kind == SCALE:
             scale *= value
-        elif kind == TANH:
-            outer = 1.0
+        elif kind in CAPS:
+            outer, curve = 1.0, kind
         elif kind == BIAS:
             value = (value if value.dtype == torch.float64 else value.float()) / scale
             bias, is_added = value if bias is None else bias + value, True
         elif kind == CLASSES:
             bias = None if bias is None else bias[slice(*value)]
             classes = classes[slice(*value)]
-    return _Folded(scale, outer, is_added, classes, bias)
+    return _Folded(scale, outer, curve, is_added, classes, bias)
 
 
 def _scale_of(source):

@@ -32,7 +32,7 @@ _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
 def _dispatch(cls, function, types, args=(), kwargs=None):
-    """__torch_function__: the result of a function one of whose arguments is deferred."""
+    """__torch_function__: the result of a function that has a deferred Tensor as an argument."""
     kwargs = kwargs or {}
     if _is_asked_by_compiler():
         with torch_private.without_torch_function():
@@ -43,21 +43,21 @@ def _dispatch(cls, function, types, args=(), kwargs=None):
         deferred = deferred_value_of(operands[0])
     if deferred is not None and deferred.is_pending():
         try:
-            return _proxies(
+            return _with_tensors(
                 function, _answered_without_logits(function, deferred, operands, kwargs)
             )
         except Unknown:
             pass
-    return function(*_materialized(args, function), **_materialized(kwargs, function))
+    return function(*_with_real_values(args, function), **_with_real_values(kwargs, function))
 
 
-def _proxies(function, result):
-    """What a handler returns, with proxies for its Nodes."""
+def _with_tensors(function, result):
+    """What a handler returns, with deferred Tensors in place of TracedValues."""
     if isinstance(result, TracedValue):
-        return proxy_of(result)
+        return deferred_tensor_of(result)
     if isinstance(result, tuple) and result and isinstance(result[0], TracedValue):
-        proxies = tuple([proxy_of(deferred) for deferred in result])
-        return iter(proxies) if function is torch.Tensor.__iter__ else proxies
+        tensors = tuple([deferred_tensor_of(deferred) for deferred in result])
+        return iter(tensors) if function is torch.Tensor.__iter__ else tensors
     return result
 
 
@@ -68,8 +68,8 @@ torch_private.run_uncompiled(_dispatch)
 
 
 def _is_asked_by_compiler():
-    """Whether torch.compile itself calls, to describe a Tensor that a graph is given: the proxy is,
-    whether there are real logits or not. A call that it traces is none of its own."""
+    """Whether torch.compile itself calls, to describe a Tensor that a graph is given: the deferred
+    Tensor is, whether there are real logits or not. A call that it traces is none of its own."""
     return not is_dynamo_compiling() and torch_private.is_faking()
 
 
@@ -95,15 +95,15 @@ def _answered_without_logits(function, deferred, args, kwargs):
     raise Unknown
 
 
-def _materialized(value, function):
-    """`value` with real Tensors for all that is deferred in it: in lists, tuples, dicts."""
+def _with_real_values(value, function):
+    """`value` with real Tensors in place of deferred ones: in lists, tuples, dicts."""
     deferred = deferred_value_of(value)
     if deferred is not None:
         return deferred.materialize_for(function)
     if isinstance(value, dict):
-        return {name: _materialized(item, function) for name, item in value.items()}
+        return {name: _with_real_values(item, function) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_materialized(item, function) for item in value)
+        return type(value)(_with_real_values(item, function) for item in value)
     return value
 
 
@@ -114,8 +114,8 @@ class TracedLogits(torch.Tensor):
     __torch_function__ = classmethod(_dispatch)
 
 
-def proxy_of(deferred):
+def deferred_tensor_of(deferred):
     """What the caller holds for a DeferredValue."""
-    proxy = torch.empty_like(deferred.layout()).as_subclass(TracedLogits)
-    proxy._flce = deferred
-    return proxy
+    tensor = torch.empty_like(deferred.layout()).as_subclass(TracedLogits)
+    tensor._flce = deferred
+    return tensor

@@ -71,15 +71,15 @@ class Snapshot:
                 sample = _sample_of(name, tensor).clone() if samples else None
                 self.tensors.append((name, tensor, version, sample))
 
-    def change(self, compares):
-        """What has changed, in words, or None. compares: the samples too: waits for the device."""
+    def change(self, compares_samples):
+        """What has changed, in words, or None. compares_samples: waits for the device."""
         if self.fusion.last_optimizer_step is not self.last_optimizer_step:
             return "an optimizer that has stepped since"
         for name, tensor, version, sample in self.tensors:
             is_held = self.holds or name == "hidden states"
             current = tensor if is_held else getattr(self.linear, name)
             is_written = version is not None and tensor._version != version
-            is_written = is_written or (compares and _differs(sample, name, tensor))
+            is_written = is_written or (compares_samples and _differs(sample, name, tensor))
             # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
             if is_written if current is tensor else _is_plain(current):
                 return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
@@ -128,12 +128,12 @@ class HeadCall:
         """The dtype of the output of an nn.Linear for x."""
         return x.dtype if x.dtype == torch.float64 else self.autocast or x.dtype
 
-    def check(self, compares):
+    def check(self, compares_samples):
         """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
         if is_compiling():
             return
         for snapshot in self.snapshots:
-            if change := snapshot.change(compares):
+            if change := snapshot.change(compares_samples):
                 raise RuntimeError(
                     "flce.fuse: expected the logits to be read before the head's weight or input "
                     f"changes, got {change}: read outputs.logits before optimizer.step(), and give "
@@ -195,7 +195,8 @@ class DeferredValue:
         already, if they do. memory: the Memory of this value, kept with new logits."""
         head_call, record = self.head_call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
-        head_call.check(head_call.loss_is_done or not head_call.requires_grad)
+        is_read = head_call.loss_is_done or not head_call.requires_grad
+        head_call.check(compares_samples=is_read)
         if record.form() == steps.KL:  # of two values
             return steps.apply_steps(record.tail[-1:], None)
         rows = record.rows
@@ -277,7 +278,7 @@ def _product(source, dtype):
 
 
 def deferred_value_of(value):
-    """The DeferredValue of deferred logits; None for everything else."""
+    """The DeferredValue of a deferred Tensor; None for everything else."""
     return getattr(value, "_flce", None)
 
 

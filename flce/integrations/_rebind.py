@@ -13,19 +13,18 @@ from flce.validate import refuse
 _calls = collections.defaultdict(collections.Counter)
 
 
-def is_ours(package, serves=True):
-    """Counts a call of what `install()` has rebound; returns `serves`, whether flce computes it."""
+def count_call(package, serves=True):
+    """Counts a call of what `install()` has rebound. serves: whether flce computes it."""
     _calls[package]["flce" if serves else package] += 1
-    return serves
 
 
 # Traced, it would be compiled again for each value of the count.
-call_while_tracing(is_ours)
+call_while_tracing(count_call)
 
 
 def parameters_of(function):
-    """The names of its parameters, of a class's forward (without an autograd Function's ctx); None:
-    in words, that there is no such function."""
+    """The names of a function's parameters, or those of a class's forward, without the ctx of an
+    autograd Function. Of None, where the package lacks the function, words that say so."""
     if function is None:
         return "no such function"
     function = getattr(function, "forward", function)
@@ -33,7 +32,8 @@ def parameters_of(function):
 
 
 def same_parameters(distribution, *pairs):
-    """`known` of an Installation where each original has to take what ours takes, in this order."""
+    """`signatures` of an Installation where each original has to take what ours takes, in this
+    order."""
     for original, ours in pairs:
         yield distribution, original.__name__, parameters_of(ours), parameters_of(original)
 
@@ -47,17 +47,18 @@ class Installation:
 
     calls: collections.Counter[str]
 
-    def __init__(self, package, pairs, classes=(), known=()):
+    def __init__(self, package, pairs, classes=(), signatures=()):
         """`pairs`: (original, ours), which gets the original as its `flce_original`. Every imported
         module's global that is the original becomes ours, and every attribute of `classes`; a later
-        import takes it from the modules that were changed. `known`: (distribution, name of a
-        function, the parameters that flce knows, those found), read after the check for an earlier
-        install. RuntimeError: flce is installed already; ImportError: there are other parameters.
+        import takes it from the modules that were changed. `signatures`: (distribution, name of a
+        function, the parameters that flce knows, those that it has), read after the check for an
+        earlier install. RuntimeError: flce is installed already; ImportError: there are other
+        parameters.
         """
         if any(hasattr(original, "flce_original") for original, _ in pairs):
             got = "an earlier install(); call remove() of its handle first"
             refuse(f"flce.integrations.{package}", f"{package} without flce", got, RuntimeError)
-        for distribution, name, expected, parameters in known:
+        for distribution, name, expected, parameters in signatures:
             if expected != parameters:
                 got = f"{importlib.metadata.version(distribution)} with {parameters}"
                 refuse(distribution, f"a version whose {name} takes {expected}", got, ImportError)

@@ -24,7 +24,7 @@ import flce
 from flce.options import Reduction
 from flce.validate import check_tensor, refuse
 
-from ._rebind import Installation, is_ours, parameters_of
+from ._rebind import Installation, count_call, parameters_of
 from ._signatures import takes_by_name
 
 _LossAndLse = tuple[Tensor, Tensor]
@@ -250,9 +250,9 @@ def install() -> Installation:
     ours = functools.partial(_call_in_place, original, names)
     ours_and_theirs = (*parameters_of(linear_cross_entropy), "zero3_params")
     served = names if set(names) <= set(ours_and_theirs) else f"some of {ours_and_theirs}"
-    known = "cut_cross_entropy", original.__name__, served, names
+    signature = "cut_cross_entropy", original.__name__, served, names
     pairs = [(original, functools.update_wrapper(ours, original))]
-    return Installation("cce", pairs, known=[known])
+    return Installation("cce", pairs, signatures=[signature])
 
 
 def _call_in_place(original, names, *args, **options):
@@ -260,7 +260,9 @@ def _call_in_place(original, names, *args, **options):
     # An argument given twice, too many or an unknown one: the original raises the TypeError.
     is_valid_call = len(arguments) == len(args) + len(options) and arguments.keys() <= set(names)
     is_distributed = any(arguments.pop(name, None) is not None for name in _ONLY_THEIRS)
-    if not is_ours("cce", is_valid_call and not is_distributed):
+    serves = is_valid_call and not is_distributed
+    count_call("cce", serves)
+    if not serves:
         return original(*args, **options)
     if arguments.get("filter_eps") == "high":  # 25.1.1's name for 25.6's "auto"
         arguments["filter_eps"] = "auto"

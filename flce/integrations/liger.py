@@ -32,7 +32,7 @@ from flce.modes import autocast_dtype
 from flce.options import DTYPES, Reduction
 from flce.validate import check_integer, is_equal, refuse
 
-from ._rebind import Installation, is_ours, parameters_of
+from ._rebind import Installation, count_call, parameters_of
 from ._signatures import takes_by_name
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -389,7 +389,7 @@ def install() -> Installation:
     if scaled := getattr(ops, _SCALED, None):  # since 0.8.2
         ours = _scaled_cross_entropy, "return_entropy", ("selected_token_ids",)
         pairs.append((scaled, Replacement(scaled, *ours)))
-    return Installation("liger", pairs, known=(ours.known() for _, ours in pairs))
+    return Installation("liger", pairs, signatures=(ours.signature() for _, ours in pairs))
 
 
 class Replacement:
@@ -397,15 +397,15 @@ class Replacement:
 
     supports_inner_impl_dispatch = True  # Liger's functions then pass ce_impl and what follows it
 
-    def __init__(self, original, call, last_required, theirs):
+    def __init__(self, original, call, last_required, unserved):
         """`call`: flce's, of the arguments of Liger's `apply`, which has them at least up to
-        `last_required`; Liger's own runs where one of those that `theirs` names is given."""
+        `last_required`. `unserved`: names of arguments with which Liger's own runs."""
         self.original, self.call, self.names = original, call, parameters_of(call)
-        self.last_required, self.theirs = last_required, theirs
+        self.last_required, self.unserved = last_required, unserved
 
-    def known(self):
-        """As for Installation: the calls are positional, so the parameters of Liger's must be the
-        first ones of ours."""
+    def signature(self):
+        """One of `signatures` of Installation: the calls are positional, so the parameters of
+        Liger's must be the first ones of ours."""
         parameters = parameters_of(getattr(self.original, "forward", self.original.apply))
         known = f"{self.names}, at least up to {self.last_required}"
         if parameters == self.names[: len(parameters)] and self.last_required in parameters:
@@ -415,8 +415,10 @@ class Replacement:
     def apply(self, *args, **options):
         """As `call`; Liger's own runs for devices other than CPU and CUDA too."""
         arguments = {**dict(zip(self.names, args, strict=False)), **options}
-        serves = all(arguments.get(name) is None for name in self.theirs)
-        if not is_ours("liger", serves and arguments["_input"].device.type in ("cpu", "cuda")):
+        serves = all(arguments.get(name) is None for name in self.unserved)
+        serves = serves and arguments["_input"].device.type in ("cpu", "cuda")
+        count_call("liger", serves)
+        if not serves:
             return self.original.apply(*args, **options)
         return self.call(*args, **options)
 

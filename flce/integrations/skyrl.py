@@ -7,7 +7,7 @@ import torch
 
 import flce
 
-from ._rebind import Installation, is_ours, same_parameters
+from ._rebind import Installation, count_call, same_parameters
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
@@ -23,7 +23,7 @@ def install() -> Installation:
     served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
     # By functools.partial, because remove() rebinds the globals of this module too.
     pairs = [(getattr(module, f.__name__), functools.partial(f)) for f in served]
-    return Installation("skyrl", pairs, known=same_parameters("skyrl", *pairs))
+    return Installation("skyrl", pairs, signatures=same_parameters("skyrl", *pairs))
 
 
 def _fused_lm_head_logprob_apply(
@@ -58,6 +58,6 @@ def _fused_vocab_parallel_entropy_from_hidden(
 
 
 def _logprobs(hidden, weight, target, tp_group, **options):
-    is_ours("skyrl")
+    count_call("skyrl")
     options["vocab_parallel"] = flce.VocabParallel(tp_group, reduce_input_grad=False)
     return flce.linear_logprobs(hidden.to(weight.dtype), weight, target, **options)

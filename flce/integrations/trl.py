@@ -12,7 +12,7 @@ from flce.options import Entropy
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, is_ours, parameters_of
+from ._rebind import Installation, count_call, parameters_of
 
 _NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
@@ -40,9 +40,9 @@ def install(*, entropy: Entropy | None = None) -> Installation:
     if entropy not in tuple(ENTROPIES):
         refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
     original = getattr(trl.trainer.utils, _NAME, None)
-    known = "trl", _NAME, _PARAMETERS, parameters_of(original)
+    signature = "trl", _NAME, _PARAMETERS, parameters_of(original)
     ours = types.SimpleNamespace(apply=functools.partial(_log_probs, original, entropy))
-    return Installation("trl", [(original, ours)], known=[known])
+    return Installation("trl", [(original, ours)], signatures=[signature])
 
 
 def _log_probs(original, entropy, *args, **options):
@@ -60,11 +60,12 @@ def _log_probs(original, entropy, *args, **options):
     serves = set(outputs) <= _SERVED and (softcap is None or "mean_logits" not in outputs)
     # ZeRO-3 (ds_id) splits the weight again before the backward, which flce would then read.
     serves = serves and hidden.device.type in ("cpu", "cuda") and not hasattr(weight, "ds_id")
-    if not is_ours("trl", serves):
+    count_call("trl", serves)
+    if not serves:
         return original.apply(*args, **options)
     weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
     operand_dtype = autocast_dtype(hidden.device.type) or hidden.dtype
-    is_traced = torch.compiler.is_compiling()  # which would trace the backward of _Logged
+    is_traced = torch.compiler.is_compiling()
     is_logged = softcap is not None and "is_top1" in outputs and not is_traced
     entropy = entropy or ("detached" if is_logged else "differentiable")
     flce_options = {"linear_bias": bias, "softcap": softcap, "logit_scale": logit_scale}
@@ -79,13 +80,15 @@ def _log_probs(original, entropy, *args, **options):
     mean, entropies = None, None if result.entropy is None else result.entropy.float()
     if "mean_logits" in outputs:
         mean = _mean_of_products(hidden, weight, bias) * (logit_scale / temperature)
+    # torch.compile would trace the backward, which raises.
     if entropies is not None and entropy == "detached" and not is_traced:
-        entropies = _Logged.apply(entropies, result.loss)
+        entropies = _EntropyWithoutGradient.apply(entropies, result.loss)
     return -result.loss.float(), entropies, None, mean, is_top1
 
 
-class _Logged(torch.autograd.Function):
-    """The entropy, with a backward that raises: a loss of it must not lose its gradient unseen."""
+class _EntropyWithoutGradient(torch.autograd.Function):
+    """The entropy, which is logged: its backward raises, so that no loss of it loses its gradient
+    unseen. loss: what gives the result a graph."""
 
     @staticmethod
     def forward(ctx, entropy, loss):

@@ -8,7 +8,7 @@ from flce.fusion.loss import divergence
 from flce.fusion.steps import Unknown
 from flce.fusion.values import deferred_value_of
 
-from ._rebind import Installation, is_ours, parameters_of
+from ._rebind import Installation, count_call, parameters_of
 
 _NAME = "generalized_jsd_loss"
 
@@ -26,8 +26,8 @@ def install(trainer: type) -> Installation:
     ours = functools.partial(_generalized_jsd_loss, original)
     parameters, required = parameters_of(original), parameters_of(ours)[:6]
     expected = parameters if parameters[:6] == required else required
-    known = "trl", f"{trainer.__name__}.{_NAME}", expected, parameters
-    return Installation("trl_distillation", [(named, staticmethod(ours))], (trainer,), [known])
+    signature = "trl", f"{trainer.__name__}.{_NAME}", expected, parameters
+    return Installation("trl_distillation", [(named, staticmethod(ours))], (trainer,), [signature])
 
 
 def _generalized_jsd_loss(
@@ -52,7 +52,8 @@ def _generalized_jsd_loss(
             total = with_graph(
                 of_real, scaled, {}, lambda: divergence(*both, name, "sum", labels, weight)
             )
-    if not is_ours("trl_distillation", total is not None):
+    count_call("trl_distillation", total is not None)
+    if total is None:
         arguments = labels, beta, temperature, reduction
         return original(student_logits, teacher_logits, *arguments, **others)
     if num_items is None and reduction == "batchmean":

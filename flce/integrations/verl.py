@@ -5,7 +5,7 @@ import functools
 import flce
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, is_ours, same_parameters
+from ._rebind import Installation, count_call, same_parameters
 
 
 def install() -> Installation:
@@ -25,14 +25,16 @@ def install() -> Installation:
     ours = functools.partial(_linear_cross_entropy, kernel.linear_cross_entropy)
     module = torch_functional.FusedLinearForPPO, FusedLinearForPPO
     # The function is the `apply` of this class, and does not tell its parameters.
-    known = same_parameters("verl", module, (kernel.LinearCrossEntropy, ours))
-    return Installation("verl", [module, (kernel.linear_cross_entropy, ours)], known=known)
+    signatures = same_parameters("verl", module, (kernel.LinearCrossEntropy, ours))
+    return Installation(
+        "verl", [module, (kernel.linear_cross_entropy, ours)], signatures=signatures
+    )
 
 
 def _forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
     """(log-probabilities, entropy) of input_ids, shape (...); hidden_states (..., H), vocab_weights
     (V, H). Log-probabilities in float32, entropy in hidden_states' dtype."""
-    is_ours("verl")
+    count_call("verl")
     log_probs, entropy = _logprobs(hidden_states, vocab_weights, input_ids, temperature)
     return log_probs, entropy.to(hidden_states.dtype)
 
@@ -42,7 +44,9 @@ def _linear_cross_entropy(
 ):
     """(log-probabilities, entropy) of labels, float32, shape (N,) for hidden (..., H) of N rows;
     weight (V, H), or this rank's equal share of the classes of dist_process_group."""
-    if not is_ours("verl", reduction.lower() == "none"):
+    serves = reduction.lower() == "none"
+    count_call("verl", serves)
+    if not serves:
         return original(hidden, weight, labels, temperature, reduction, dist_process_group)
     # Megatron's hidden states are (S, 1, H) where labels are (1, S).
     rows, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group

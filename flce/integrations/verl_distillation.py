@@ -7,7 +7,7 @@ import torch
 from flce.fusion.values import deferred_value_of
 from flce.validate import check_shape
 
-from ._rebind import Installation, is_ours, same_parameters
+from ._rebind import Installation, count_call, same_parameters
 
 
 def install() -> Installation:
@@ -22,7 +22,7 @@ def install() -> Installation:
 
     original = losses.compute_forward_kl_topk
     pair = original, functools.partial(_forward_kl_topk, original)
-    return Installation("verl_distillation", [pair], known=same_parameters("verl", pair))
+    return Installation("verl_distillation", [pair], signatures=same_parameters("verl", pair))
 
 
 def _forward_kl_topk(
@@ -32,7 +32,9 @@ def _forward_kl_topk(
     from verl.trainer.distillation.fsdp import losses
 
     teacher = teacher_topk_log_probs, teacher_topk_ids
-    if not is_ours("verl_distillation", deferred_value_of(student_logits) is not None):
+    is_fused = deferred_value_of(student_logits) is not None
+    count_call("verl_distillation", is_fused)
+    if not is_fused:
         return original(student_logits, *teacher, config, data_format)
     teacher = [tensor.values().unsqueeze(0) for tensor in teacher]
     if losses.get_ulysses_sequence_parallel_world_size() > 1:

@@ -42,10 +42,10 @@ static flce_status plain_divergence_rows(void* self, const flce_divergence_args*
   flce_rows teacher = *call->teacher;
   flce_divergence_args with_teacher = *call;
   with_teacher.teacher = &teacher;
-  with_teacher.packed = NULL;
-  if (call->packed) teacher.z = g_teacher_z;
+  with_teacher.packing = NULL;
+  if (call->packing) teacher.z = g_teacher_z;
   flce_status status = b.divergence_rows(b.self, &with_teacher);
-  if (call->packed) free(g_teacher_z), g_teacher_z = NULL;
+  if (call->packing) free(g_teacher_z), g_teacher_z = NULL;
   return status;
 }
 
@@ -111,7 +111,9 @@ static flce_status plain_fused_exp(void* self, const flce_gemm* gemm, const flce
   product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
   view.z = product.c;
   flce_status status = b.gemm(b.self, &product, NULL, 0);
-  if (status == FLCE_OK) status = b.grad_rows(b.self, &view, 1.0, true, false);
+  if (status == FLCE_OK)
+    status = b.grad_rows(b.self,
+                         &(flce_grad_rows_args){.rows = &view, .scale = 1.0, .hide_target = true});
   free(product.c);
   return status;
 }

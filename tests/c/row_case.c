@@ -46,7 +46,7 @@ data make_data(const setting* s) {
   d.rows = s->gathered ? GATHERED : TOKENS;
   d.z_count = d.rows * d.pitch;
   d.z = test_buffer(s->dtype, d.z_count);
-  memset(d.z, 0x5a, (size_t)(d.z_count * flce_size_of(s->dtype)));
+  memset(d.z, SENTINEL, (size_t)(d.z_count * flce_size_of(s->dtype)));
   d.bias = test_fill_normal(d.stat, v, 1.0);
   d.class_weight = draw_factors(d.stat, v);
   flce_store(d.class_weight, d.stat, v / 2, 0.0);
@@ -119,23 +119,24 @@ static void define_loss(const setting* s, const data* d, int64_t i, truth* t) {
   for (int64_t j = 0; j < v; j++) t->sum += exp(t->l[j] - t->c);
   for (int64_t j = 0; j < v; j++)
     if (j != t->largest) rest += exp(t->l[j] - t->c);
-  t->lse = t->c + log1p(rest);
+  double above = log1p(rest); /* lse - c; lse - l = above + (c - l) does not cancel */
+  t->lse = t->c + above;
   for (int64_t j = 0; j < v; j++) {
     t->p[j] = exp(t->l[j] - t->c) / t->sum;
-    if (t->p[j] > 0.0) t->entropy += t->p[j] * (log1p(rest) + (t->c - t->l[j]));
+    if (t->p[j] > 0.0) t->entropy += t->p[j] * (above + (t->c - t->l[j]));
     t->q[j] = smoothing / (double)v;
     if (s->probabilities)
       t->q[j] += (1.0 - smoothing) * flce_load(d->t, s->probabilities_dtype, i * d->t_pitch + j);
     t->w[j] = optional(s->class_weight, d->class_weight, d->stat, j, 1.0);
     t->weight_sum += t->w[j] * t->q[j];
     if (t->w[j] * t->q[j] == 0.0) continue;
-    t->loss += t->w[j] * t->q[j] * (t->lse - t->l[j]);
-    t->loss_size += t->w[j] * t->q[j] * (t->lse - t->l[j] + 1.0);
+    t->loss += t->w[j] * t->q[j] * (above + (t->c - t->l[j]));
+    t->loss_size += t->w[j] * t->q[j] * (above + (t->c - t->l[j]) + 1.0);
   }
   if (has_target(s)) {
     double others = 0.0, e_y = exp(t->l[y] - t->c);
     for (int64_t j = 0; j < v; j++) others += j == y ? 0.0 : exp(t->l[j] - t->c);
-    t->nll = others <= e_y ? log1p(others / e_y) : t->lse - t->l[y];
+    t->nll = others <= e_y ? log1p(others / e_y) : above + (t->c - t->l[y]);
     t->loss += (1.0 - smoothing) * t->w[y] * t->nll;
     t->loss_size += (1.0 - smoothing) * t->w[y] * t->nll;
   }
@@ -172,9 +173,11 @@ truth make_truth(const setting* s, const data* d, int64_t r) {
   int64_t v = s->vocab, i = token_of(s, r);
   truth t = {test_doubles(v), test_doubles(v), test_doubles(v), test_doubles(v), test_doubles(v),
              test_doubles(v), test_doubles(v), test_doubles(v), .largest = 0};
-  for (int64_t j = 0; j < v; j++)
-    t.z[j] =
-        flce_load(d->z, s->dtype, r * d->pitch + j) + optional(s->bias, d->bias, d->stat, j, 0.0);
+  for (int64_t j = 0; j < v; j++) { /* the passes add the bias in the stat dtype */
+    double z = flce_load(d->z, s->dtype, r * d->pitch + j);
+    z += optional(s->bias, d->bias, d->stat, j, 0.0);
+    t.z[j] = d->stat == FLCE_F32 ? (double)(float)z : z;
+  }
   define_logits(s, d, i, &t);
   define_loss(s, d, i, &t);
   define_gradient(s, d, i, &t);
@@ -212,4 +215,54 @@ void check_truth(const setting* s, const data* d) {
       free_truth(&t);
     }
   }
+}
+
+/* ---- a pass ---- */
+
+result make_result(const setting* s, const data* d) {
+  result r = {test_buffer(s->dtype, d->z_count),
+              test_buffer(d->stat, FLCE_STAT_ROWS * TOKENS),
+              test_buffer(d->stat, TOKENS),
+              test_buffer(d->stat, FLCE_COEF_ROWS * TOKENS),
+              {0}};
+  memset(r.out, SENTINEL, (size_t)(d->z_count * flce_size_of(s->dtype)));
+  if (s->in_place) memcpy(r.out, d->z, (size_t)(d->z_count * flce_size_of(s->dtype)));
+  flce_fill(r.stats, d->stat, UNTOUCHED, FLCE_STAT_ROWS * TOKENS);
+  flce_fill(r.loss, d->stat, UNTOUCHED, TOKENS);
+  flce_fill(r.coef, d->stat, UNTOUCHED, FLCE_COEF_ROWS * TOKENS);
+  for (int64_t i = 0; i < TOKENS; i++) r.predictions[i] = UNTOUCHED;
+  return r;
+}
+
+void free_result(result* r) {
+  free(r->out), free(r->stats), free(r->loss), free(r->coef);
+}
+
+flce_rows view_of(const setting* s, const data* d, result* r) {
+  return (flce_rows){.rows = d->rows,
+                     .vocab = s->vocab,
+                     .index = s->gathered ? row_case_index : NULL,
+                     .z = s->in_place ? r->out : d->z,
+                     .z_dtype = s->dtype,
+                     .z_pitch = d->pitch,
+                     .z_columns = s->vocab,
+                     .bias = s->bias ? d->bias : NULL,
+                     .target = s->probabilities ? NULL : d->target,
+                     .probabilities = s->probabilities ? d->t : NULL,
+                     .probabilities_dtype = s->probabilities_dtype,
+                     .probabilities_pitch = d->t_pitch,
+                     .class_weight = s->class_weight ? d->class_weight : NULL,
+                     .token_weight = s->token_weight ? d->token_weight : NULL,
+                     .temperature = s->temperature ? d->temperature : NULL,
+                     .options = s->loss,
+                     .wants_entropy = s->entropy,
+                     .out = r->out,
+                     .out_dtype = s->dtype,
+                     .out_pitch = d->pitch,
+                     .out_columns = s->vocab + ZEROS,
+                     .stats = r->stats,
+                     .stat_pitch = TOKENS,
+                     .loss = r->loss,
+                     .predictions = r->predictions,
+                     .scalars = d->scalars};
 }

@@ -5,7 +5,7 @@
 #include "test.h"
 
 /* PAD elements separate two rows; a pass writes the first ZEROS of them. */
-enum { TOKENS = 8, IGNORED = 2, WRONG = 6, IGNORE_INDEX = -7, PAD = 3, ZEROS = 1 };
+enum { TOKENS = 8, IGNORED = 2, WRONG = 6, IGNORE_INDEX = -7, PAD = 3, ZEROS = 2 };
 
 /* With gathered rows tokens 1 and 4 are omitted: none of their results may be written. */
 enum { GATHERED = 8 };
@@ -81,5 +81,18 @@ truth make_truth(const setting* s, const data* d, int64_t r);
 void free_truth(truth* t);
 /* Checks the definition's gradient against finite differences of its loss. */
 void check_truth(const setting* s, const data* d);
+
+/* The outputs of a pass. Before it every element of stats, loss, coef and predictions is UNTOUCHED,
+ * every byte of out SENTINEL, or, in place, those of z. */
+enum { UNTOUCHED = 77, SENTINEL = 0x5a };
+typedef struct result {
+  void *out, *stats, *loss, *coef;
+  int64_t predictions[TOKENS];
+} result;
+
+result make_result(const setting* s, const data* d);
+void free_result(result* r);
+/* What a pass takes, without coef. */
+flce_rows view_of(const setting* s, const data* d, result* r);
 
 #endif

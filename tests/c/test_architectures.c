@@ -56,7 +56,7 @@ static void test_rows(void) {
     const flce_architecture* row = &flce_architectures[i];
     CHECK(row->capability >= 80, "row %d has no capability", i);
     CHECK(flce_architecture_of(row->capability) == row, "row %d is not the first", i);
-    const flce_logits_gemm* gemm = &row->logits;
+    const flce_logits_gemm_sizes* gemm = &row->logits;
     if (gemm->tile_columns == 0) continue;
     CHECK(gemm->tile_rows > 0 && gemm->cluster_rows % gemm->tile_rows == 0, "row %d: tiles", i);
   }
@@ -84,11 +84,11 @@ static void test_without_kernels(void) {
 /* A row with one of both kernels, in other sizes than any real row. */
 static void test_sizes_of_the_row(void) {
   flce_architecture row = {.capability = 110};
-  row.logits = (flce_logits_gemm){.tile_rows = 64,
-                                  .tile_columns = 96,
-                                  .cluster_rows = 320,
-                                  .least_rows = 500,
-                                  .least_hidden = 4096};
+  row.logits = (flce_logits_gemm_sizes){.tile_rows = 64,
+                                        .tile_columns = 96,
+                                        .cluster_rows = 320,
+                                        .least_rows = 500,
+                                        .least_hidden = 4096};
   flce_problem p = problem_of(FLCE_BF16, true);
   flce_facts facts;
   flce_plan plan = plan_on(&row, "auto", &p, &facts);
@@ -101,8 +101,8 @@ static void test_sizes_of_the_row(void) {
   CHECK(!plan_on(&row, "auto", &p, &facts).fuses_rows, "fewer than least_rows");
   CHECK(plan_on(&row, "fused", &p, &facts).fuses_rows, "FLCE_KERNEL=fused");
 
-  row.logits = (flce_logits_gemm){0};
-  row.weight = (flce_weight_gemm){.tile_columns = 512, .most_bias_parts = 16};
+  row.logits = (flce_logits_gemm_sizes){0};
+  row.weight = (flce_weight_gemm_sizes){.tile_columns = 512, .most_bias_parts = 16};
   p = problem_of(FLCE_BF16, false);
   plan = plan_on(&row, "auto", &p, &facts);
   CHECK(!plan.fuses_rows && facts.bias_parts == 8, "dW's GEMM alone: 4096 of H by 512");

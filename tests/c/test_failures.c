@@ -52,7 +52,6 @@ static flce_backend g_plain; /* without failures */
   X(fused_statistics, (const flce_gemm* a, const flce_rows* b, const void* c, void* d, void* e), \
     (a, b, c, d, e))                                                                             \
   X(fused_exp, (const flce_gemm* a, const flce_rows* b, void* c), (a, b, c))                     \
-  X(grad_rows, (const flce_rows* a, double b, bool c, bool d), (a, b, c, d))                     \
   X(row_coefficients,                                                                            \
     (const flce_rows* a, const flce_shard* b, const flce_upstream* c, const void* d, void* e),   \
     (a, b, c, d, e))                                                                             \
@@ -65,6 +64,7 @@ static flce_backend g_plain; /* without failures */
   ONE_ARGUMENT(X, cast, flce_cast_args)                                                          \
   ONE_ARGUMENT(X, stat_rows, flce_rows)                                                          \
   ONE_ARGUMENT(X, exp_rows, flce_rows)                                                           \
+  ONE_ARGUMENT(X, grad_rows, flce_grad_rows_args)                                                \
   ONE_ARGUMENT(X, scale_rows, flce_scale_rows_args)                                              \
   ONE_ARGUMENT(X, finish_grad_input, flce_grad_input_args)                                       \
   ONE_ARGUMENT(X, column_sum, flce_column_sum_args)                                              \

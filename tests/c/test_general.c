@@ -7,63 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { UNTOUCHED = 77 };
 static const double kExpScale = 64.0;
 
-typedef struct result {
-  void *out, *stats, *loss, *coef;
-  int64_t predictions[TOKENS];
-} result;
-
 /* ---- runs ---- */
-
-static result make_result(const setting* s, const data* d) {
-  result r = {test_buffer(s->dtype, d->z_count),
-              test_buffer(d->stat, FLCE_STAT_ROWS * TOKENS),
-              test_buffer(d->stat, TOKENS),
-              test_buffer(d->stat, FLCE_COEF_ROWS * TOKENS),
-              {0}};
-  memset(r.out, 0x5a, (size_t)(d->z_count * flce_size_of(s->dtype)));
-  if (s->in_place) memcpy(r.out, d->z, (size_t)(d->z_count * flce_size_of(s->dtype)));
-  flce_fill(r.stats, d->stat, UNTOUCHED, FLCE_STAT_ROWS * TOKENS);
-  flce_fill(r.loss, d->stat, UNTOUCHED, TOKENS);
-  flce_fill(r.coef, d->stat, UNTOUCHED, FLCE_COEF_ROWS * TOKENS);
-  for (int64_t i = 0; i < TOKENS; i++) r.predictions[i] = UNTOUCHED;
-  return r;
-}
-
-static void free_result(result* r) {
-  free(r->out), free(r->stats), free(r->loss), free(r->coef);
-}
-
-static flce_rows view_of(const setting* s, const data* d, result* r) {
-  return (flce_rows){.rows = d->rows,
-                     .vocab = s->vocab,
-                     .index = s->gathered ? row_case_index : NULL,
-                     .z = s->in_place ? r->out : d->z,
-                     .z_dtype = s->dtype,
-                     .z_pitch = d->pitch,
-                     .z_columns = s->vocab,
-                     .bias = s->bias ? d->bias : NULL,
-                     .target = s->probabilities ? NULL : d->target,
-                     .probabilities = s->probabilities ? d->t : NULL,
-                     .probabilities_dtype = s->probabilities_dtype,
-                     .probabilities_pitch = d->t_pitch,
-                     .class_weight = s->class_weight ? d->class_weight : NULL,
-                     .token_weight = s->token_weight ? d->token_weight : NULL,
-                     .temperature = s->temperature ? d->temperature : NULL,
-                     .options = s->loss,
-                     .wants_entropy = s->entropy,
-                     .out = r->out,
-                     .out_dtype = s->dtype,
-                     .out_pitch = d->pitch,
-                     .out_columns = s->vocab + ZEROS,
-                     .stats = r->stats,
-                     .stat_pitch = TOKENS,
-                     .loss = r->loss,
-                     .predictions = r->predictions,
-                     .scalars = d->scalars};
-}
 
 enum { STATS, EXP, SCALED_EXP, GRADIENT, PASSES };
 
@@ -85,7 +31,8 @@ static void run_pass(const setting* s, const data* d, int pass, int threads, res
                               flce_const_at(d->scalars, d->stat, FLCE_SCALAR_INV_DENOM), r->coef));
   if (pass == STATS) return;
   if (pass == GRADIENT) view.coef = r->coef;
-  CHECK_OK(b.grad_rows(b.self, &view, pass == GRADIENT ? 1.0 : kExpScale, false, false));
+  double scale = pass == GRADIENT ? 1.0 : kExpScale;
+  CHECK_OK(b.grad_rows(b.self, &(flce_grad_rows_args){.rows = &view, .scale = scale}));
 }
 
 static result run_both(const setting* s, const data* d, int pass) {
@@ -213,7 +160,7 @@ static void check_out(const setting* s, const data* d, const result* r, int pass
   bool right = true;
   int64_t size = flce_size_of(s->dtype), zeros = (s->vocab + ZEROS) * size;
   for (int64_t k = s->vocab * size; k < d->pitch * size; k++)
-    right &= ((const unsigned char*)r->out)[k] == (k < zeros ? 0 : 0x5a);
+    right &= ((const unsigned char*)r->out)[k] == (k < zeros ? 0 : SENTINEL);
   CHECK(right, "the pad is not zeros and the caller's, " WHERE, WHERE_VALUES(s, 0));
 }
 
@@ -340,8 +287,8 @@ static void test_refusals(void) {
     run_pass(all[k], &d, STATS, 1, &r);
     flce_rows view = view_of(all[k], &d, &r);
     view.coef = r.coef;
-    CHECK(b.grad_rows(b.self, &view, 1.0, false, true) == FLCE_UNSUPPORTED &&
-              strstr(flce_last_error(), parts[k]),
+    flce_grad_rows_args call = {.rows = &view, .scale = 1.0, .z_is_exp = true};
+    CHECK(b.grad_rows(b.self, &call) == FLCE_UNSUPPORTED && strstr(flce_last_error(), parts[k]),
           "grad_rows of exp: %s", flce_last_error());
     if (k == 0)
       CHECK(b.exp_rows(b.self, &view) == FLCE_UNSUPPORTED &&

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flce
-from flce import chunked_loss, modules, options, outputs
+from flce import modules, options, outputs
 from flce.options import LOGIT_OPTIONS, OPTIONS, RETURNS, TEACHER_OPTIONS, defaults
 from flce.packing import INTEGERS, LAYOUT, NUMBERS, Comparison
 from harness.layout import text_of, without_comments
@@ -118,26 +118,42 @@ def test_6_that_of_a_teacher(name):
     assert f"loss.{name} = options.teacher.{name}" in code_of("csrc/binding/call.cpp")
 
 
-@every_row
-def test_6_chunks_of_linear_loss(name, monkeypatch):
-    """What a plan depends on has to reach the plan that linear_loss makes of its chunks."""
+# Options other than numbers by which a plan may choose the rows of a chunk.
+OF_CHUNKS = {"max_memory": 4000, "valid_vocab": 50, "accum_dtype": torch.float32}
+OF_CHUNKS["logits_dtype"] = torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*ROWS, *OF_CHUNKS])
+def test_6_chunks_of_linear_loss(device, name, dtype):
+    """loss_fn gets the rows of a chunk of linear_cross_entropy with the same options."""
     if name not in defaults(options.LinearLossOptions):
         return
-    changes = False
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for smoothing in (0.0, 0.1):
-            sizes = {"device": "cpu", "dtype": dtype, "label_smoothing": smoothing}
-            plain = str(flce.plan(512, 64, 4096, **sizes))
-            changes |= str(flce.plan(512, 64, 4096, **sizes, **{name: VALUES[name]})) != plain
-    asked = []
+    rows, hidden, vocab = 64, 8, 300
+    given = {"max_memory": 8000, name: {**VALUES, **OF_CHUNKS}[name]}
+    chunks = []
 
-    def plan(*sizes, **given):
-        asked.append(given)
-        return flce.plan(*sizes, **given)
+    def loss_fn(logprobs, _, rows):
+        chunks.append((rows.start, rows.stop))
+        return logprobs.sum()
 
-    monkeypatch.setattr(chunked_loss, "plan", plan)
-    flce.linear_loss(*operands(), lambda logprobs, *_: logprobs.sum(), **{name: VALUES[name]})
-    assert len(asked) == 1 and (not changes or asked[0][name] == VALUES[name])
+    x = torch.randn(rows, hidden, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(vocab, hidden, dtype=dtype, device=device, requires_grad=True)
+    flce.linear_loss(x, weight, torch.arange(rows, device=device) % 50, loss_fn, **given)
+    plan = flce.plan(rows, hidden, vocab, device=device, dtype=dtype, save="grads", **given)
+    assert 1 < plan.chunks < rows
+    ends = [*range(plan.chunk_rows, rows, plan.chunk_rows), rows]
+    assert chunks == list(zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.parametrize("name", ["max_memory", "valid_vocab"])
+def test_6_a_plan_has_other_chunks(name):
+    """By these two on every device: the test above fails where linear_loss leaves one out."""
+    plans = [
+        flce.plan(64, 8, 300, device="cpu", dtype=torch.float32, **{"max_memory": 8000, **given})
+        for given in ({}, {name: OF_CHUNKS[name]})
+    ]
+    assert plans[0].chunk_rows != plans[1].chunk_rows
 
 
 @every_row

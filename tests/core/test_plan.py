@@ -123,8 +123,12 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
     tokens, hidden, vocab = sizes
     named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}
     found = describe_sizes(None, integers, packed.numbers, **named)
-    at_most = (tokens <= found.few_rows, found.few), (tokens <= found.some_rows, found.some)
-    save = next((save for fits, save in at_most if fits), found.many)
+    if tokens <= found.one_chunk_rows:
+        save = found.save_of_one_chunk
+    elif tokens <= found.rows_to_keep:
+        save = found.save_of_rows_to_keep
+    else:
+        save = found.save_beyond
     assert CHOICES["save"][save] == on_cuda
 
 

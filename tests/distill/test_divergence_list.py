@@ -10,19 +10,13 @@ import flce
 from flce.distillation import sparse
 from flce.packing import DIVERGENCES
 from harness import ROOT, divergences
-from harness.layout import text_of
+from harness.layout import body_of, text_of
 
 LIST = (ROOT / "csrc/problem.h").read_text()
 LIST = re.search(r"^#define FLCE_DIVERGENCES\(X\)(.*(?:\n  .*)*)", LIST, re.MULTILINE)[1]
 ROWS = dict(re.findall(r'X\((\w+), "(\w+)", (?:true|false), [\d.]+\)', LIST))
 every_name = pytest.mark.parametrize("name", ROWS.values())
 every_row = pytest.mark.parametrize("row", ROWS)
-
-
-def body_of(path, function):
-    """The text of a C function."""
-    pattern = rf"^[^\n]*\b{function}\([^;{{]*\{{\n(.*?)^\}}"
-    return re.search(pattern, text_of(path), re.MULTILINE | re.DOTALL)[1]
 
 
 def test_python_has_the_names_of_the_list():

@@ -32,6 +32,12 @@ def text_of(*patterns):
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
+def body_of(path, function):
+    """The text of a C function."""
+    pattern = rf"^[^\n]*\b{function}\([^;{{]*\{{\n(.*?)^\}}"
+    return re.search(pattern, text_of(path), re.MULTILINE | re.DOTALL)[1]
+
+
 def without_comments(text):
     """C without its comments."""
     return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)

@@ -179,7 +179,7 @@ def named_in_table(first):
     """The names in the first column of the table of CONTRIBUTING.md that has it as its heading."""
     table = PAGE[PAGE.index(f"| {first} |") :].partition("\n\n")[0]
     rows = table.splitlines()[2:]
-    return {name for row in rows for name in re.findall(r"`([\w/.]+)`", row.split("|")[1])}
+    return {name for row in rows for name in re.findall(r"`([\w/.*]+)`", row.split("|")[1])}
 
 
 def test_each_test_lies_in_a_folder_of_the_table():
@@ -190,6 +190,27 @@ def test_each_test_lies_in_a_folder_of_the_table():
 def test_the_table_has_each_file_of_the_harness():
     files = {path.name for path in (TESTS / "harness").glob("*.py")} - {"__init__.py"}
     assert files == named_in_table("harness")
+
+
+def folders_of(path):
+    return {folder.name for folder in path.iterdir() if folder.is_dir()} - {"__pycache__"}
+
+
+def test_the_table_has_each_room():
+    rooms = {f"flce/{name}/" for name in folders_of(FLCE)} | {"flce/*.py", "csrc/*.h"}
+    rooms |= {f"csrc/{name}/" for name in folders_of(CSRC)}
+    rooms |= {f"{name}/" for name in ("tests", "docs", "benchmarks", "tools")}
+    assert rooms == named_in_table("room")
+
+
+def test_the_tables_have_each_file_of_the_core():
+    assert named_in_table("file of flce") == {path.name for path in FLCE.glob("*.py")} - {
+        "__init__.py"
+    }
+    assert named_in_table("header of csrc") == {path.name for path in CSRC.glob("*.h")}
+    core = {path.name for path in (CSRC / "core").glob("*.c")}
+    assert named_in_table("file of csrc/core") == core
+    assert named_in_table("folder of csrc/cuda") == folders_of(CSRC / "cuda")
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.stem)

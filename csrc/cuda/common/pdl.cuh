@@ -46,17 +46,18 @@ static inline cudaLaunchAttribute pdl_attribute(int can) {
   return attribute;
 }
 
-/* Launches a kernel that reads before it calls pdl_wait. `overlaps`: it may run at the same time as
- * the kernel before it. That one must be ours, must have called pdl_wait, and must write nothing
- * that this kernel reads before its own pdl_wait. Without `overlaps` it is an ordinary launch. */
+/* Launches a kernel that reads before it calls pdl_wait. `may_overlap`: it may run at the same time
+ * as the kernel before it. That one must be ours, must have called pdl_wait, and must write nothing
+ * that this kernel reads before its own pdl_wait. Without `may_overlap` it is an ordinary launch.
+ */
 template <typename... Parameters, typename... Arguments>
 static inline flce_status launch_overlapping(void* self, void (*kernel)(Parameters...), dim3 blocks,
-                                             int threads, const char* what, bool overlaps,
+                                             int threads, const char* what, bool may_overlap,
                                              Arguments... arguments) {
   const flce_cuda* cuda = (const flce_cuda*)self;
   int can;
   FLCE_TRY(supports_pdl(cuda->device, &can));
-  if (!overlaps) can = 0;
+  if (!may_overlap) can = 0;
   cudaLaunchAttribute attribute = pdl_attribute(can);
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;

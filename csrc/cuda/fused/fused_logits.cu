@@ -8,7 +8,8 @@
 #include "loss.h"
 
 /* core/gpu_facts.c counts the same arrays. */
-fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, const flce_rows* r) {
+fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm_sizes* sizes,
+                               const flce_rows* r) {
   const int64_t rows = r->rows, size = tiles_of(sizes, r->vocab) * rows;
   float* next = (float*)memory;
   const auto take = [&next](bool wanted, int64_t count) {
@@ -17,7 +18,7 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, cons
     return taken;
   };
   fused_scratch s;
-  s.packed = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
+  s.packing = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
   /* First those whose sizes do not depend on the columns: fused_exp finds them again with others.
    */
   s.offset = take(true, rows);
@@ -70,7 +71,7 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
 struct FusedCall {
   const flce_cuda* cuda;
   const architecture_kernels* kernels;
-  const flce_logits_gemm* sizes;
+  const flce_logits_gemm_sizes* sizes;
   fused_params params;
   fused_scratch scratch;
 };

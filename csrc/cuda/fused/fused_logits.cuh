@@ -32,7 +32,7 @@ constexpr float kBlankRow = 3e38f; /* k of a row whose E is all 0: ignored or ab
 typedef struct fused_scratch {
   /* [rows] or NULL: how the logits of each row are packed, from find_row_offsets; tile_statistics
    * replaces it in rows that were repeated */
-  PackedRow* packed;
+  PackedRow* packing;
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
@@ -119,21 +119,23 @@ __device__ __forceinline__ float general_log2_logit(const fused_params& params, 
 }
 
 /* fused_logits.cu: divides the scratch, which has facts.fused_row_bytes for each row. */
-fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm* sizes, const flce_rows* rows);
+fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm_sizes* sizes,
+                               const flce_rows* rows);
 
 /* Column tiles of the vocabulary. */
-static inline int64_t tiles_of(const flce_logits_gemm* sizes, int64_t vocab) {
+static inline int64_t tiles_of(const flce_logits_gemm_sizes* sizes, int64_t vocab) {
   return ceil_div(vocab, sizes->tile_columns);
 }
 
 /* row_offsets.cu: offset, scale and target column of each row and, with a teacher, how it is
  * packed, into `scratch`; clears top and retry. */
-flce_status launch_row_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* gemm,
-                               const flce_rows* rows, const fused_params* params,
-                               const fused_scratch* scratch);
+flce_status launch_row_offsets(void* self, const flce_logits_gemm_sizes* sizes,
+                               const flce_gemm* gemm, const flce_rows* rows,
+                               const fused_params* params, const fused_scratch* scratch);
 /* row_offsets.cu: the same where the rows' statistics are known, for fused_exp. */
-flce_status launch_known_offsets(void* self, const flce_logits_gemm* sizes, const flce_rows* rows,
-                                 const fused_params* params, const fused_scratch* scratch);
+flce_status launch_known_offsets(void* self, const flce_logits_gemm_sizes* sizes,
+                                 const flce_rows* rows, const fused_params* params,
+                                 const fused_scratch* scratch);
 /* tile_statistics.cu: from the sums of `tiles` tiles the statistics and losses of the rows and,
  * unless `coef` is NULL, their gradient factors. */
 flce_status launch_tile_statistics(void* self, int64_t tiles, const flce_rows* rows,

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
       const bool by_target = log2_l - other > 16;
       const PackedRow packed = open_packed_row(t, row, ref.at, by_target ? column : likely,
                                                by_target ? log2_l : other, offset);
-      if (lane == 0) s.packed[row] = packed;
+      if (lane == 0) s.packing[row] = packed;
     }
     if (s.row_weighted_gaps) {
       float sum[1];
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
     }
   }
   if (lane != 0) return;
-  if (t.pitch > 0 && ref.kind != kRowValid) s.packed[row] = PackedRow{};
+  if (t.pitch > 0 && ref.kind != kRowValid) s.packing[row] = PackedRow{};
   s.offset[row] = offset;
   s.scale[row] = scale;
   s.column[row] = column;
@@ -159,9 +159,9 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
 }
 
 template <typename X>
-static flce_status launch_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* g,
-                                  const flce_rows* r, const fused_params* params,
-                                  const fused_scratch* s) {
+static flce_status launch_offsets(void* self, const flce_logits_gemm_sizes* sizes,
+                                  const flce_gemm* g, const flce_rows* r,
+                                  const fused_params* params, const fused_scratch* s) {
   const unsigned blocks = (unsigned)ceil_div(r->rows, kDotWarps);
   TeacherRows t = {};
   if (r->teacher) {
@@ -202,15 +202,16 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   s.top[row] = kNoTop;
 }
 
-flce_status launch_known_offsets(void* self, const flce_logits_gemm* sizes, const flce_rows* r,
-                                 const fused_params* params, const fused_scratch* s) {
+flce_status launch_known_offsets(void* self, const flce_logits_gemm_sizes* sizes,
+                                 const flce_rows* r, const fused_params* params,
+                                 const fused_scratch* s) {
   const int threads = kDotWarps * kWarp;
   return launch_dependent(self, take_known_offsets, (unsigned)ceil_div(r->rows, threads), threads,
                           "take_known_offsets", *r, *params, *s, (int)sizes->cluster_rows,
                           params->scale);
 }
 
-flce_status launch_row_offsets(void* self, const flce_logits_gemm* sizes, const flce_gemm* g,
+flce_status launch_row_offsets(void* self, const flce_logits_gemm_sizes* sizes, const flce_gemm* g,
                                const flce_rows* r, const fused_params* params,
                                const fused_scratch* s) {
   const auto launch = params->half ? launch_offsets<__half> : launch_offsets<__nv_bfloat16>;

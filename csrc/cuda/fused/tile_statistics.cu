@@ -142,7 +142,7 @@ __device__ __forceinline__ RowStatistics<float> finish_row(const row_args& p,
   constexpr bool kIsGeneral = KIND == kGeneral;
   if (KIND != kPlain && s.row_weighted_gaps) sum.weighted_gap = s.row_weighted_gaps[row];
   const float k = offset_from(own.offset, own.top);
-  if (kIsGeneral && s.packed) s.packed[row] = packed_row_from(s.packed[row], k, own.top);
+  if (kIsGeneral && s.packing) s.packing[row] = packed_row_from(s.packing[row], k, own.top);
   Row<float> view = {};
   view.class_weight = (const float*)p.r.class_weight;
   view.target = own.column;

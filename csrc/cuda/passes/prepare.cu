@@ -130,13 +130,14 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
                                 const flce_tensors* tensors, void* order, int dw_fp16_shift,
-                                bool overlaps) {
+                                bool may_overlap) {
   const order_view none = {}, view = order ? view_order(order, problem->shape.tokens) : none;
   const int64_t sorting = order ? ceil_div(problem->shape.tokens, kTokensPerBlock) : 0;
   const unsigned blocks = (unsigned)((tensors->scalars ? 1 : 0) + sorting);
   FLCE_WITH_STAT(flce_stat_dtype(problem->dtypes.gemm), S, {
-    FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare", overlaps,
-                                *problem, *tensors, dw_fp16_shift, view.keys, view.tokens));
+    FLCE_TRY(launch_overlapping(self, prepare_call<S>, blocks, kPrepareThreads, "prepare",
+                                may_overlap, *problem, *tensors, dw_fp16_shift, view.keys,
+                                view.tokens));
   });
   return FLCE_OK;
 }
@@ -179,13 +180,13 @@ static flce_status launch_largest(void* self, const flce_problem* p, const flce_
 }
 
 flce_status cuda_prepare(void* self, const flce_problem* problem, const flce_tensors* tensors,
-                         void* order, int dw_fp16_shift, bool overlaps) {
+                         void* order, int dw_fp16_shift, bool may_overlap) {
   const bool few = problem->shape.tokens <= kCountedTokens;
   if (order) FLCE_TRY(flce_check_order(problem->shape.tokens, problem->shape.vocab));
   if (dw_fp16_shift != 0) FLCE_TRY(launch_largest(self, problem, tensors));
   /* The kernel reads find_largest's result before pdl_wait, so it must not overlap it. */
   FLCE_TRY(cuda_launch_prepare(self, problem, tensors, few ? order : NULL, dw_fp16_shift,
-                               overlaps && dw_fp16_shift == 0));
+                               may_overlap && dw_fp16_shift == 0));
   if (!order || few) return FLCE_OK;
   return cuda_order_targets(self, problem, tensors->target, order);
 }

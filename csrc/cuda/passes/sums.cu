@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 flce_status cuda_reduce(void* self, void* out, const void* values, int64_t count,
-                        const void* factor, flce_dtype stat, bool overlaps) {
+                        const void* factor, flce_dtype stat, bool may_overlap) {
   FLCE_WITH_STAT(stat, S, {
-    FLCE_TRY(launch_overlapping(self, reduce_values<S>, 1, kSumThreads, "reduce", overlaps, (S*)out,
-                                (const S*)values, count, (const S*)factor));
+    FLCE_TRY(launch_overlapping(self, reduce_values<S>, 1, kSumThreads, "reduce", may_overlap,
+                                (S*)out, (const S*)values, count, (const S*)factor));
   });
   return FLCE_OK;
 }

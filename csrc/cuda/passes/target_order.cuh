@@ -102,6 +102,6 @@ __device__ __forceinline__ void count_preceding(const uint32_t* keys, int tokens
  * the tokens are not sorted; else there are at most kCountedTokens. */
 flce_status cuda_launch_prepare(void* self, const flce_problem* problem,
                                 const flce_tensors* tensors, void* order, int dw_fp16_shift,
-                                bool overlaps);
+                                bool may_overlap);
 
 #endif

@@ -318,8 +318,9 @@ static grad_kernel grad_kernel_of(Kind kind, bool z_is_exp) {
                            : grad_rows<Z, Out, kGeneral>;
 }
 
-flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hide_target,
-                           bool z_is_exp) {
+flce_status cuda_grad_rows(void* self, const flce_grad_rows_args* call) {
+  const flce_rows* r = call->rows;
+  const bool z_is_exp = call->z_is_exp;
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
   if (z_is_exp && (flce_caps_logits(&r->options) || !r->target || r->has_tail_gradient)) {
     return flce_fail(FLCE_UNSUPPORTED,
@@ -344,8 +345,8 @@ flce_status cuda_grad_rows(void* self, const flce_rows* r, double scale, bool hi
     kernel = grad_kernel_of<float, __half>(kind, z_is_exp);
   }
   if (!kernel) return no_row_kernel(r, z_is_exp ? "grad_rows of exp rows" : "grad_rows");
-  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r), scale,
-                                                                    hide_target, z_is_exp);
+  kernel<<<(unsigned)r->rows, row_threads(r), 0, stream_of(self)>>>(make_args(r), call->scale,
+                                                                    call->hide_target, z_is_exp);
   FLCE_LAUNCHED("grad_rows");
   return FLCE_OK;
 }

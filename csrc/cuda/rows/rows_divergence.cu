@@ -24,8 +24,8 @@ struct Series {
 
 /* The parameters of a call. */
 struct divergence_params {
-  row_args s, t;           /* the student's rows and the teacher's */
-  const PackedRow* packed; /* [rows] or NULL */
+  row_args s, t;            /* the student's rows and the teacher's */
+  const PackedRow* packing; /* [rows] or NULL: how the logits in s are packed */
   double beta, hard;
   void* partial;
   bool sums, writes, stores_bound;
@@ -62,8 +62,8 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   pair.t_inv = stat_row<S>(t, FLCE_STAT_INV_SUM)[at];
   /* The difference of two rounded lse would have the error of large lse. Where all l of a rank are
    * -inf INV_SUM is 0. */
-  if (c.packed) {
-    const PackedRow& row = c.packed[blockIdx.x];
+  if (c.packing) {
+    const PackedRow& row = c.packing[blockIdx.x];
     pair.shift = (S)((double)row.difference + (double)row.teacher_k - (double)row.k +
                      log2((double)pair.s_inv / (double)pair.t_inv));
   } else {
@@ -379,16 +379,16 @@ flce_status cuda_divergence_rows(void* self, const flce_divergence_args* call) {
       s->bias || t->bias || flce_caps_logits(&s->options) || flce_caps_logits(&t->options);
   const bool same =
       !maps && t->z_dtype == z && apart % 16 == 0 && ((uintptr_t)s->z - (uintptr_t)t->z) % 16 == 0;
-  const divergence_kernel kernel = call->packed ? kernel_for<kPackedRows>(call->divergence, z, out)
-                                   : same       ? kernel_for<kSameRows>(call->divergence, z, out)
-                                                : kernel_for<kAnyRows>(call->divergence, z, out);
+  const divergence_kernel kernel = call->packing ? kernel_for<kPackedRows>(call->divergence, z, out)
+                                   : same        ? kernel_for<kSameRows>(call->divergence, z, out)
+                                                 : kernel_for<kAnyRows>(call->divergence, z, out);
   const bool packs_well = is_aligned(s->z, 16) && s->z_pitch % 4 == 0 && call->sums &&
                           !call->partial &&
                           (!s->out || (s->out == s->z && s->out_pitch == 2 * s->z_pitch));
-  if (!kernel || (call->packed && !packs_well)) return no_row_kernel(s, "divergence_rows");
+  if (!kernel || (call->packing && !packs_well)) return no_row_kernel(s, "divergence_rows");
   const divergence_params params = {make_args(s),
                                     make_args(t),
-                                    (const PackedRow*)call->packed,
+                                    (const PackedRow*)call->packing,
                                     call->beta,
                                     call->hard_weight,
                                     call->partial,

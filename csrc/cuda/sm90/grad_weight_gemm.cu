@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr flce_weight_gemm kSizes = flce_architectures[FLCE_SM90].weight;
+constexpr flce_weight_gemm_sizes kSizes = flce_architectures[FLCE_SM90].weight;
 
 enum {
   kWeightRows = 192, /* classes of an output tile */

@@ -7,7 +7,7 @@
 #include "cuda/fused/architectures.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
-constexpr flce_logits_gemm kSizes = flce_architectures[FLCE_SM90].logits;
+constexpr flce_logits_gemm_sizes kSizes = flce_architectures[FLCE_SM90].logits;
 
 enum {
   kTileRows = (int)kSizes.tile_rows,
@@ -107,7 +107,7 @@ __device__ __forceinline__ void stage_packed(uint32_t address, const fused_param
 #pragma unroll
   for (int q = 0; q < 2; q++) {
     const int row = min(frag.first_row + row_step(2 * half + q), params.rows - 1);
-    PackedRow packed = s.packed[row];
+    PackedRow packed = s.packing[row];
     if (RETRY) packed = packed_row_from(packed, rows.offset[2 * half + q], s.top[row]);
 #pragma unroll
     for (int j = 0; j < kParts; j++) {
@@ -451,7 +451,7 @@ __device__ __forceinline__ void close_tile_rows(const fused_params& params, cons
                                                 const Fragment& frag, Accumulators& acc,
                                                 TileRows& rows) {
   constexpr bool kIsGeneral = KIND == kGeneral, kIsSoft = KIND == kSoft;
-  const float limit = KIND == kScaled && s.packed ? kPackedTileLimit : kTileLimit;
+  const float limit = KIND == kScaled && s.packing ? kPackedTileLimit : kTileLimit;
   bool beyond = false;
 #pragma unroll
   for (int q = 0; q < 4; q++) {
