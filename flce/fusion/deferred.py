@@ -355,7 +355,7 @@ def _known_layout(function, deferred, record, tensors, args, kwargs):
         dtype = deferred.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)
     if function is _VIEW and _is_whole_view(deferred.layout_of, record, args[1]):
-        return Layout.contiguous(record.shape, deferred.layout_of.dtype, deferred.layout_of.offset)
+        return Layout.contiguous(record.shape, deferred.layout_of.dtype)
     return None
 
 
@@ -386,7 +386,8 @@ def _are_contiguous_rows(record, operands, options):
 
 
 def _is_whole_view(layout, record, sizes):
-    """Whether view(sizes) of contiguous values has the record's shape."""
+    """Whether view(sizes) of contiguous values at the beginning of their memory has the
+    record's shape."""
     has_shape = len(sizes) == len(record.shape)
     has_shape = has_shape and all(a in (-1, b) for a, b in zip(sizes, record.shape, strict=True))
-    return has_shape and layout.is_contiguous()
+    return has_shape and layout.offset == 0 and layout.is_contiguous()

@@ -24,8 +24,9 @@ class Layout(typing.NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def contiguous(shape, dtype, offset=0):
-        return Layout(shape, contiguous_strides(shape), offset, dtype)
+    def contiguous(shape, dtype):
+        """Of values at the beginning of their memory."""
+        return Layout(shape, contiguous_strides(shape), 0, dtype)
 
     @staticmethod
     def of(tensor):

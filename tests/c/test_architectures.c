@@ -111,9 +111,48 @@ static void test_sizes_of_the_row(void) {
   CHECK(facts.bias_parts == 3, "most_bias_parts");
 }
 
+/* Fused kernels read whole vectors, and beside probabilities they implement no other option.
+ * FLCE_KERNEL does not change this. */
+static void test_what_is_not_fused(void) {
+  const flce_architecture row = {
+      .capability = 110, .logits = {.tile_rows = 64, .tile_columns = 96, .cluster_rows = 64}};
+  enum {
+    NOTHING,
+    CLASS_WEIGHT,
+    TEMPERATURE,
+    SMOOTHING,
+    SOFTCAP,
+    FALLING,
+    ENTROPY,
+    PREDICTIONS,
+    ALL
+  };
+  for (int k = 0; k < 4 * ALL; k++) {
+    const int option = k / 4;
+    flce_problem p = problem_of(FLCE_BF16, false);
+    p.has.unaligned_operand = k % 2;
+    p.has.probabilities = k / 2 % 2;
+    p.has.class_weight = option == CLASS_WEIGHT;
+    p.has.temperature = option == TEMPERATURE;
+    p.loss.label_smoothing = option == SMOOTHING ? 0.1 : 0.0;
+    p.loss.softcap = option == SOFTCAP ? 30.0 : 0.0;
+    p.loss.logit_scale = option == FALLING ? -1.0 : 1.0;
+    p.wants.entropy = option == ENTROPY;
+    p.wants.predictions = option == PREDICTIONS;
+    bool serves = !p.has.unaligned_operand && (option == NOTHING || !p.has.probabilities);
+    for (int forced = 0; forced < 2; forced++) {
+      flce_facts facts;
+      plan_on(&row, forced ? "fused" : "auto", &p, &facts);
+      CHECK((facts.fused_row_bytes > 0) == serves, "option %d, unaligned %d, probabilities %d",
+            option, p.has.unaligned_operand, p.has.probabilities);
+    }
+  }
+}
+
 int main(void) {
   test_rows();
   test_without_kernels();
   test_sizes_of_the_row();
+  test_what_is_not_fused();
   return test_verdict();
 }

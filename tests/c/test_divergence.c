@@ -3,6 +3,7 @@
 #include "cpu/cpu.h"
 #include "test.h"
 
+#include <float.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -192,8 +193,61 @@ static void test_unknown(void) {
   CHECK(flce_cpu_divergence_rows(&cpu, &call) == FLCE_INVALID_ARGUMENT, "one too many is one");
 }
 
+/* dz of two equal logits of which the hard label is one: `factor` / 2 of the other. */
+static double dz_of_two_classes(flce_dtype dtype, double factor) {
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  const int64_t target = 0;
+  void *z = test_buffer(dtype, 2), *stats = test_buffer(dtype, FLCE_STAT_ROWS);
+  void *loss = test_buffer(dtype, 1), *coef = test_buffer(dtype, FLCE_COEF_ROWS);
+  void *upstream = test_buffer(dtype, 1), *dz = test_buffer(dtype, 2);
+  flce_fill(z, dtype, 0.0, 2);
+  flce_store(upstream, dtype, 0, factor);
+  flce_rows rows = {
+      .rows = 1,
+      .vocab = 2,
+      .z = z,
+      .z_dtype = dtype,
+      .z_pitch = 2,
+      .z_columns = 2,
+      .target = &target,
+      .options = {.ignore_index = IGNORE_INDEX, .logit_scale = 1.0, .temperature = 1.0},
+      .stats = stats,
+      .stat_pitch = 1,
+      .loss = loss};
+  CHECK_OK(b.stat_rows(b.self, &rows));
+  CHECK_OK(b.row_coefficients(b.self, &rows, NULL, &(flce_upstream){0}, upstream, coef));
+  flce_rows student = rows;
+  student.coef = coef;
+  student.out = dz;
+  student.out_dtype = dtype;
+  student.out_pitch = student.out_columns = 2;
+  CHECK_OK(b.divergence_rows(b.self, &(flce_divergence_args){.student = &student,
+                                                             .teacher = &rows,
+                                                             .divergence = FLCE_FORWARD_KL,
+                                                             .hard_weight = 1.0,
+                                                             .sums = true,
+                                                             .writes = true}));
+  double made = flce_load(dz, dtype, 1);
+  free(z), free(stats), free(loss), free(coef), free(upstream), free(dz);
+  return made;
+}
+
+/* Subnormal numbers, which make a GEMM slow, become 0; the smallest normal one stays. */
+static void test_smallest(void) {
+  for (int dtype = FLCE_F64; dtype <= FLCE_F32; dtype++) {
+    double smallest = dtype == FLCE_F64 ? DBL_MIN : (double)FLT_MIN;
+    double normal = dz_of_two_classes((flce_dtype)dtype, 2.0 * smallest);
+    double subnormal = dz_of_two_classes((flce_dtype)dtype, smallest);
+    CHECK(normal == smallest && subnormal == 0.0, "%s: dz %g and %g, expected %g and 0",
+          flce_dtype_name((flce_dtype)dtype), normal, subnormal, smallest);
+  }
+}
+
 int main(void) {
   test_unknown();
+  test_smallest();
   test_seed(3);
   for (int variant = 0; test_next_variant(&variant);)
     for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++)

@@ -342,6 +342,14 @@ def test_peak_memory(device, save, chunks, dtype):
     check_peaks(case, device, forward=True, save=save, max_memory=budget if chunks else None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_copy_of_a_weight_with_an_odd_hidden_size(dtype):
+    """The CPU's GEMMs take rows of any size: a call allocates less than the weight has."""
+    case = cases.make_case(2, 33, 8192, dtype=dtype, device="cpu")
+    measured, _ = peaks(case, ("input",), "cpu")
+    assert measured < case.linear_weight.nbytes / 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("save", cases.SAVES)
 def test_peak_memory_of_probabilities(device, save, dtype):

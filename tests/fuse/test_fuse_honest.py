@@ -117,6 +117,30 @@ def test_a_copy_before_a_reshape(rows):
     compare(loss_of)
 
 
+VIEWS = {
+    "logits": lambda z: z,
+    "rows": lambda z: z[1:],
+    "rows of rows": lambda z: z[1:][:, 2:],
+    "shape of rows": lambda z: z[1:].view(-1, LENGTH, VOCAB),
+    "rows of a shape of rows": lambda z: z[1:].view(-1, LENGTH, VOCAB)[:, 2:],
+    "rows of flat rows": lambda z: z[1:].flatten(0, 1)[2:],
+    "rows of a part": lambda z: z.split(1)[1].view(1, LENGTH, VOCAB)[:, 2:],
+    "rows of a copy": lambda z: z[1:].clone()[:, 2:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_where_views_lie(name):
+    """Without values, a Tensor says the same about its memory as real logits."""
+    model = Model()
+    real = VIEWS[name](torch.empty(BATCH, LENGTH, VOCAB))
+    with flce.fuse(model, when="always") as handle:
+        got = VIEWS[name](model(IDS)[1])
+        assert (got.shape, got.stride()) == (real.shape, real.stride())
+        assert got.storage_offset() == real.storage_offset()
+    assert not handle.reads
+
+
 def test_a_gradient_without_values_passes_a_function():
     """No logits are made, and no gradient of them."""
     ids = torch.randint(VOCAB, (16, 32))

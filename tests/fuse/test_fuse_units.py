@@ -1,5 +1,7 @@
 """flce.fuse under FSDP2, with units of several Modules, and DDP with an auxiliary loss."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import nn
 import flce
 from harness.fuse_compare import OwnLoss
 from harness.processes import on_ranks
-from harness.tiny_models import HIDDEN, VOCAB, Model, equal, whole
+from harness.tiny_models import HIDDEN, IDS, VOCAB, Model, equal, whole
 
 
 class Parts(nn.Module):
@@ -68,6 +70,25 @@ def test_units_of_fsdp2(save):
         expected, got = (steps_of(fused, *case, save) for fused in (False, True))
         for one, other in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
             equal(one, other, 1e-4)
+
+
+@on_ranks(2)
+def test_logits_of_a_sharded_weight():
+    """No unit of FSDP2 in the fused model holds the head, and the unit around it has sharded the
+    weight again: logits are refused after the forward, and a loss within it needs none."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = Model()
+    handle = flce.fuse(model, when="always")
+    around = nn.Sequential(model)
+    fully_shard(around, mesh=mesh, reshard_after_forward=True)
+    logits = around(IDS)[1]
+    with pytest.raises(RuntimeError, match=r"^flce\.fuse: expected the head's weight to be whole"):
+        logits.std()
+    model.forward = functools.partial(model.forward, labels=IDS)
+    around(IDS)[0].backward()
+    assert sum(handle.losses.values()) == 1
 
 
 class Auxiliary(Model):

@@ -273,6 +273,16 @@ def test_max_memory_of_the_classes_that_exist(device):
     assert len(starts) == plan.chunks > 1
 
 
+@pytest.mark.parametrize("max_memory", ["1GiB", "4KiB"])
+def test_gemms_of_a_chunk(device, monkeypatch, max_memory):
+    """Logits, dX and dW: the backward of a chunk, which follows at once, computes no logits again,
+    also where `rows` asks for chunks of more memory than FLCE_MAX_MEMORY."""
+    monkeypatch.setenv("FLCE_MAX_MEMORY", max_memory)
+    given, arguments = operands(device, torch.float32), data(device)
+    step = chunked(focal, arguments, rows=20)
+    assert cases.gemms_of(lambda: gradients(step, given)) == 3 * 3
+
+
 def test_messages(device):
     """They name linear_loss's own arguments, and rows by their number in the whole call."""
     given = operands(device, torch.float32)

@@ -156,7 +156,11 @@ def test_a_folder_and_its_text_config(tmp_path, capsys):
     [
         ("--tokens 8", "hidden: expected --model, or --hidden and --vocab"),
         ("--model /none --tokens 8", "model: expected a config.json or its folder, got '/none'"),
-        ("--hidden 8 --vocab 9 --tokens 8 --gpu h101", "gpu: expected a100, .*, got 'h101'"),
+        (
+            "--hidden 8 --vocab 9 --tokens 8 --gpu h101",
+            r"gpu: expected a100, .*, or numbers \(compute capability from 80 on, multiprocessors, "
+            r"bytes of memory\), got 'h101'",
+        ),
         ("--hidden 8 --vocab 9 --tokens 8 --gpu cpu", "gpu: expected a100, .*, got 'cpu'"),
         ("--hidden 8 --vocab 9 --tokens 8 --gpu 90,1,99,-1,1", "gpu: expected positive TFLOP/s"),
         ("--hidden 0 --vocab 9 --tokens 8", "hidden: expected 1 or more, got 0"),
