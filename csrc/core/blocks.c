@@ -14,7 +14,10 @@
 
 enum {
   CLUSTER_ROWS = 256, /* of fused_exp */
+  /* Below so many bytes max_memory bounds the logits of a block alone; and so many the logits of a
+   * block with the fewest rows may have, within max_memory. */
   LEAST_BYTES = 32 << 20,
+  LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
 };
 
@@ -41,6 +44,7 @@ typedef struct block_loop {
   bool fuses;             /* E of a block comes from fused_exp */
   flce_dtype accum_dtype; /* of the sum of dW, which is not widened */
   int64_t row_bytes;      /* of a row but for its logits: dX in the stat dtype, copies of x */
+  int64_t fewest_rows;    /* of a block */
   int64_t z_size;         /* bytes of a logit */
 } block_loop;
 
@@ -53,8 +57,6 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
   if (problem->wants.grad_weight && copies_weight_input(problem, plan))
     row_bytes += plan->hidden * size;
   if (copies) row_bytes += plan->input_pitch * size;
-  flce_dtype stat_dtype = flce_stat_dtype(plan->dtype);
-  bool sums_wide = problem->dtypes.accum == stat_dtype || plan->grad_weight_dtype == stat_dtype;
   bool fuses = may_fuse_blocks(facts, plan);
   bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype && !fuses;
   return (block_loop){.problem = problem,
@@ -62,7 +64,7 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .plan = plan,
                       .fuses = fuses,
                       .modelled = flce_is_modelled(facts, plan->dtype),
-                      .accum_dtype = sums_wide ? stat_dtype : plan->dtype,
+                      .accum_dtype = narrow_sum_dtype(problem, plan),
                       .row_bytes = row_bytes,
                       .z_size = wide ? stat : size};
 }
@@ -144,14 +146,14 @@ static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
   return min64(round_up(rows, rows > tile ? tile : SMALL_ROW_STEP), loop->problem->shape.rows);
 }
 
-/* The fewest rows of a block: with fewer, dW would be a sum over so many chunks that 16 bits are
- * not enough, and a float32 sum takes more than all blocks. */
-static int64_t fewest_rows(const block_loop* loop) {
+/* The fewest rows of a block. With fewer a 16-bit dW would be rounded more often than by default,
+ * once for each chunk of rows, and a float32 sum would take more memory than max_memory saves. */
+static int64_t fewest_rows(const block_loop* loop, int64_t default_rows) {
   const flce_problem* problem = loop->problem;
   bool widens = problem->dtypes.widens_accum && problem->wants.grad_weight;
   if (!widens || loop->accum_dtype == flce_stat_dtype(loop->plan->dtype)) return 1;
-  int64_t rows = ceil_div(problem->shape.rows, FLCE_WIDE_SUM_CHUNKS - 1);
-  return whole_tiles(loop, rows);
+  int64_t not_widened = ceil_div(problem->shape.rows, FLCE_WIDE_SUM_CHUNKS - 1);
+  return whole_tiles(loop, max64(not_widened, default_rows));
 }
 
 /* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds the logits
@@ -159,7 +161,7 @@ static int64_t fewest_rows(const block_loop* loop) {
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound;
   int64_t left = max64(bound, LEAST_BYTES) - rows * loop->row_bytes;
-  if (rows <= fewest_rows(loop)) left = bound;
+  if (rows <= loop->fewest_rows) left = max64(left, LEAST_LOGITS_BYTES);
   int64_t steps = min64(left, bound) / (rows * loop->z_size) / FLCE_BLOCK_CLASS_STEP;
   return min64(max64(steps, 0) * FLCE_BLOCK_CLASS_STEP,
                round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
@@ -181,20 +183,21 @@ static int64_t next_number(int64_t chunks) {
 }
 
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
-                       double chunks_effort, block_shape* block) {
+                       const chunks_in_place* chunks, block_shape* block) {
   enum { MOST_CHUNKS = 1024, SIZES = 5 };
-  const block_loop loop = loop_of(problem, facts, plan);
+  block_loop loop = loop_of(problem, facts, plan);
+  loop.fewest_rows = fewest_rows(&loop, chunks->default_rows);
   /* A sum of dW that chunks would widen takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
-  double least = widens ? INFINITY : chunks_effort - statistics_effort(&loop);
+  double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
   *block = (block_shape){0};
   if (facts->asks_block) {
     *block = (block_shape){min64(facts->asked_rows, n), facts->asked_classes};
     return;
   }
-  for (int64_t chunks = 1; chunks <= MOST_CHUNKS; chunks = next_number(chunks)) {
-    int64_t rows = whole_tiles(&loop, ceil_div(n, chunks));
+  for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
+    int64_t rows = max64(whole_tiles(&loop, ceil_div(n, number)), loop.fewest_rows);
     int64_t fit = fitting_classes(&loop, rows);
     for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
       const block_shape tried = {rows, fit};
@@ -205,6 +208,6 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
       }
       fit = fewer_classes(&loop, rows, fit);
     }
-    if (rows <= max64(SMALL_ROW_STEP, fewest_rows(&loop))) break;
+    if (rows <= max64(SMALL_ROW_STEP, loop.fewest_rows)) break;
   }
 }

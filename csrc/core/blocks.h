@@ -18,9 +18,15 @@ typedef struct block_shape {
 bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan);
 
+/* The loop over chunks of all classes that blocks would replace. */
+typedef struct chunks_in_place {
+  double effort;        /* its modelled time, under the max_memory of the call */
+  int64_t default_rows; /* of a chunk without max_memory */
+} chunks_in_place;
+
 /* *block: the shape whose loop takes the least time within max_memory, or 0 if none takes less than
- * `chunks_effort`, that of the loop over chunks of all classes of `plan`. */
+ * the chunks of `plan`. */
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
-                       double chunks_effort, block_shape* block);
+                       const chunks_in_place* chunks, block_shape* block);
 
 #endif

@@ -42,6 +42,8 @@ enum {
   TOKEN_BYTES = 128,
   /* Bytes of FLCE_BUF_GEMM_BLOCK: add_block reads it from the cache. */
   GEMM_BLOCK_BYTES = 4 << 20,
+  /* max_memory by default, on devices with 8 GiB or more. */
+  DEFAULT_BYTES = 1 << 30,
 };
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -249,9 +251,7 @@ static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_
 }
 
 static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
-  flce_dtype stat = flce_stat_dtype(plan->dtype);
-  bool wide = problem->dtypes.accum == stat || plan->grad_weight_dtype == stat;
-  sum_dw_in(wide ? stat : plan->dtype, problem, facts, plan);
+  sum_dw_in(narrow_sum_dtype(problem, plan), problem, facts, plan);
 }
 
 /* The default of accum_dtype over many chunks. Their number depends on the cost of accumulating, so
@@ -422,13 +422,18 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   return FLCE_OK;
 }
 
-/* The time of the loop that makes the gradients, by chunks of all classes. */
-static double chunks_effort(const flce_problem* problem, const flce_facts* facts,
-                            const flce_plan* plan) {
+/* The loop that makes the gradients by chunks of all classes, in place of blocks: its time, and the
+ * rows of its chunks without a max_memory. */
+static flce_status measure_chunks(const flce_problem* problem, const flce_facts* facts,
+                                  const flce_plan* plan, chunks_in_place* chunks) {
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
-  return flce_chunks_effort(problem, facts, &loop,
-                            grads ? plan->chunk_rows : plan->backward_chunk_rows);
+  int64_t rows = grads ? plan->chunk_rows : plan->backward_chunk_rows, number;
+  chunks->effort = flce_chunks_effort(problem, facts, &loop, rows);
+  loop.max_memory = max64(loop.max_memory, DEFAULT_BYTES);
+  loop.prefers_small_chunks = true;
+  loop.accum_dtype = narrow_sum_dtype(problem, plan);
+  return choose_chunk_rows(problem, facts, &loop, &chunks->default_rows, &number);
 }
 
 flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
@@ -437,7 +442,9 @@ flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* fac
   FLCE_TRY(plan_with_blocks(problem, facts, block, plan));
   if (problem->derived.chunk_rows > 0) return FLCE_OK;
   if (!flce_may_use_blocks(problem, facts, plan)) return FLCE_OK;
-  flce_choose_block(problem, facts, plan, chunks_effort(problem, facts, plan), &block);
+  chunks_in_place chunks;
+  FLCE_TRY(measure_chunks(problem, facts, plan, &chunks));
+  flce_choose_block(problem, facts, plan, &chunks, &block);
   return block.classes > 0 ? plan_with_blocks(problem, facts, block, plan) : FLCE_OK;
 }
 

@@ -30,6 +30,12 @@ static inline bool only_statistics(const flce_plan* plan) {
 static inline bool gradients_are_sampled(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws_from_dz;
 }
+/* The dtype in which dW is summed over few chunks; over many it may be wider. */
+static inline flce_dtype narrow_sum_dtype(const flce_problem* problem, const flce_plan* plan) {
+  flce_dtype stat = flce_stat_dtype(plan->dtype);
+  bool wide = problem->dtypes.accum == stat || plan->grad_weight_dtype == stat;
+  return wide ? stat : plan->dtype;
+}
 /* True if a chunk's rows of x are copied before the logits GEMM reads them. */
 static inline bool copies_logits_input(const flce_plan* plan) {
   return plan->gathers || plan->input_pitch != plan->hidden;
