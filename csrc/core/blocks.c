@@ -42,9 +42,9 @@ typedef struct block_loop {
   const flce_plan* plan;
   bool modelled;          /* see flce_is_modelled */
   bool fuses;             /* E of a block comes from fused_exp */
-  flce_dtype accum_dtype; /* of the sum of dW, which is not widened */
+  flce_dtype accum_dtype; /* of the sum of dW over chunks of rows */
+  int64_t fewest_rows;    /* of a block; see choose_dw_sum */
   int64_t row_bytes;      /* of a row but for its logits: dX in the stat dtype, copies of x */
-  int64_t fewest_rows;    /* of a block */
   int64_t z_size;         /* bytes of a logit */
 } block_loop;
 
@@ -65,6 +65,7 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .fuses = fuses,
                       .modelled = flce_is_modelled(facts, plan->dtype),
                       .accum_dtype = narrow_sum_dtype(problem, plan),
+                      .fewest_rows = 1,
                       .row_bytes = row_bytes,
                       .z_size = wide ? stat : size};
 }
@@ -146,21 +147,35 @@ static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
   return min64(round_up(rows, rows > tile ? tile : SMALL_ROW_STEP), loop->problem->shape.rows);
 }
 
-/* The fewest rows of a block. With fewer a 16-bit dW would be rounded more often than by default,
- * once for each chunk of rows, and a float32 sum would take more memory than max_memory saves. */
-static int64_t fewest_rows(const block_loop* loop, int64_t default_rows) {
+/* max_memory bounds the logits of a block, this the rows of dX and x with them. */
+static int64_t most_bytes(const block_loop* loop) {
+  return max64(loop->problem->memory.bound, LEAST_BYTES);
+}
+
+/* A 16-bit sum of dW is rounded once for each chunk of rows. It serves blocks of so many rows that
+ * it is rounded no more often than over the chunks without max_memory, of default_rows. Where these
+ * rows take more than max_memory and more than a sum in the stat dtype, which the loop over chunks
+ * of all classes has too, the loop over blocks has one. */
+static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
   const flce_problem* problem = loop->problem;
+  flce_dtype stat = flce_stat_dtype(loop->plan->dtype);
   bool widens = problem->dtypes.widens_accum && problem->wants.grad_weight;
-  if (!widens || loop->accum_dtype == flce_stat_dtype(loop->plan->dtype)) return 1;
+  if (!widens || loop->accum_dtype == stat) return;
   int64_t not_widened = ceil_div(problem->shape.rows, FLCE_WIDE_SUM_CHUNKS - 1);
-  return whole_tiles(loop, max64(not_widened, default_rows));
+  int64_t rows = whole_tiles(loop, max64(not_widened, default_rows));
+  int64_t bytes = rows * loop->row_bytes;
+  int64_t sum = problem->shape.vocab * loop->plan->weight_hidden * flce_size_of(stat);
+  if (loop->plan->accum_dtype == stat && bytes > max64(sum, most_bytes(loop)))
+    loop->accum_dtype = stat;
+  else
+    loop->fewest_rows = rows;
 }
 
 /* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds the logits
  * and, from LEAST_BYTES on, the rows of dX and x with them, but for the fewest rows. */
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound;
-  int64_t left = max64(bound, LEAST_BYTES) - rows * loop->row_bytes;
+  int64_t left = most_bytes(loop) - rows * loop->row_bytes;
   if (rows <= loop->fewest_rows) left = max64(left, LEAST_LOGITS_BYTES);
   int64_t steps = min64(left, bound) / (rows * loop->z_size) / FLCE_BLOCK_CLASS_STEP;
   return min64(max64(steps, 0) * FLCE_BLOCK_CLASS_STEP,
@@ -186,14 +201,15 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
                        const chunks_in_place* chunks, block_shape* block) {
   enum { MOST_CHUNKS = 1024, SIZES = 5 };
   block_loop loop = loop_of(problem, facts, plan);
-  loop.fewest_rows = fewest_rows(&loop, chunks->default_rows);
+  choose_dw_sum(&loop, chunks->default_rows);
   /* A sum of dW that chunks would widen takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
   double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
   *block = (block_shape){0};
   if (facts->asks_block) {
-    *block = (block_shape){min64(facts->asked_rows, n), facts->asked_classes};
+    int64_t all = round_up(problem->shape.vocab, FLCE_BLOCK_CLASS_STEP);
+    *block = (block_shape){min64(facts->asked_rows, n), min64(facts->asked_classes, all)};
     return;
   }
   for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {

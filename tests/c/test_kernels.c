@@ -104,11 +104,11 @@ static void test_exp(void) {
         flce_cpu_variant(), worst_sum);
   CHECK(unflushed == 0, "%s: %lld denormals", flce_cpu_variant(), (long long)unflushed);
 
-  float special[] = {-INFINITY, NAN, -0.0f, 0.0f, -1e30f, -87.4f};
-  kernels->exp_sum(special, special, NULL, 0.0, 6);
+  float special[] = {-INFINITY, NAN, -0.0f, 0.0f, -1e30f, -87.4f, 0x1p-20f, 1e30f};
+  kernels->exp_sum(special, special, NULL, 0.0, 8);
   CHECK(special[0] == 0.0f && isnan(special[1]) && special[2] == 1.0f && special[3] == 1.0f &&
-            special[4] == 0.0f && special[5] == 0.0f,
-        "%s: exp of -inf, NaN, -0, 0, -1e30, -87.4", flce_cpu_variant());
+            special[4] == 0.0f && special[5] == 0.0f && special[6] == 1.0f && special[7] == 1.0f,
+        "%s: exp of -inf, NaN, -0, 0, -1e30, -87.4, and above 0", flce_cpu_variant());
 }
 
 /* narrow is bitwise equal to the scalar code for any float. */

@@ -27,6 +27,9 @@ INLINE vec vec_mul(vec a, vec b) {
 INLINE vec vec_max(vec a, vec b) {
   return _mm512_max_ps(a, b);
 }
+INLINE vec vec_min(vec a, vec b) {
+  return _mm512_min_ps(a, b);
+}
 INLINE vec vec_fma(vec a, vec b, vec c) {
   return _mm512_fmadd_ps(a, b, c);
 }

@@ -18,9 +18,9 @@
 
 /* Kernels on a span of a row. z, out: [count] of `dtype`; out may alias z. bias, weight: [count] of
  * the stat dtype, or NULL for zeros and ones respectively. The logit is z + bias in the stat dtype.
- * It must be at most `offset`, so that exp gets no positive argument. Results below the smallest
- * normal number of the stat dtype are written as 0, because subnormals make a GEMM many times
- * slower. */
+ * It is at most `offset` but for roundings: in exp a logit above it, which was computed again by a
+ * GEMM that sums in another order, counts as `offset`. Results below the smallest normal number of
+ * the stat dtype are written as 0, because subnormals make a GEMM many times slower. */
 typedef struct flce_row_kernels {
   /* The largest logit; -inf if count is 0. NaN is skipped: it becomes visible in the sums. */
   double (*max)(const void* z, const void* bias, int64_t count);

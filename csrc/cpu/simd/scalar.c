@@ -23,6 +23,7 @@ INLINE double flush(double value, flce_dtype dtype) {
 }
 
 INLINE double exp_of(double x, flce_dtype dtype) {
+  if (x > 0.0) return 1.0;
   return flush(dtype == FLCE_F64 ? exp(x) : (double)expf((float)x), dtype);
 }
 

@@ -3,7 +3,7 @@
  *
  *   vec, LANES, VARIANT(name), INLINE
  *   vec_set, vec_add, vec_sub, vec_mul
- *   vec_max: returns the second operand if the first is NaN
+ *   vec_max, vec_min: return the second operand if it or the first is NaN
  *   vec_fma(a, b, c) = a b + c, vec_fnma(a, b, c) = c - a b
  *   vec_flush: 0 in place of magnitudes below FLT_MIN; keeps NaN
  *   vec_round: to the nearest integer
@@ -19,12 +19,13 @@
 
 enum { UNROLL = 4 };
 
-/* exp(x) for x <= 0. Returns 0 below ln(FLT_MIN), including -inf, whatever the lanes computed
- * there; keeps NaN. exp(x) = 2^n exp(r) with n = round(x log2 e) and |r| <= ln 2 / 2; ln 2 is split
- * in two parts such that n times the first is exact. The polynomial is a minimax fit with the first
- * two coefficients fixed at 1 and a relative error below 4e-9, so the error is mostly rounding:
- * less than 1.5 ulp, which is tested. */
+/* exp(x) for x <= 0; 1 above. Returns 0 below ln(FLT_MIN), including -inf, whatever the lanes
+ * computed there; keeps NaN. exp(x) = 2^n exp(r) with n = round(x log2 e) and |r| <= ln 2 / 2; ln 2
+ * is split in two parts such that n times the first is exact. The polynomial is a minimax fit with
+ * the first two coefficients fixed at 1 and a relative error below 4e-9, so the error is mostly
+ * rounding: less than 1.5 ulp, which is tested. */
 INLINE vec vec_exp(vec x) {
+  x = vec_min(vec_set(0.0f), x);
   vec n = vec_round(vec_mul(x, vec_set(0x1.715476p+0f)));
   vec r = vec_fnma(n, vec_set(0x1.62e4p-1f), x);
   r = vec_fnma(n, vec_set(0x1.7f7d1cp-20f), r);
