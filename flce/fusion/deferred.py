@@ -256,10 +256,8 @@ _FACTORIES = {
 
 # Operators that give the shape of the step that they make, in memory of their own, and its dtype or
 # that of their operand: they need not be asked on the meta device.
-_SAME_LAYOUT = {
-    getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp", "clone")
-}
-_SAME_LAYOUT = {getattr(packet, name) for packet in _SAME_LAYOUT for name in packet.overloads()}
+_PACKETS = [getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp", "clone")]
+_SAME_LAYOUT = {getattr(packet, name) for packet in _PACKETS for name in packet.overloads()}
 _VIEW = torch.ops.aten.view.default
 _SOFTMAXES = {torch.ops.aten._log_softmax.default, torch.ops.aten._softmax.default}
 

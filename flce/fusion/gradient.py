@@ -91,9 +91,9 @@ class GradientOfLogits(torch.Tensor):
         args, kwargs = (args, kwargs or {})
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_real, (args, kwargs))
-        # Python calls it, or autograd does while a TorchDispatchMode is on: autograd's operator, the
-        # mode's __torch_dispatch__, the operator again from there, this __torch_function__. That is
-        # below autograd, and no function of Python's.
+        # Python code has called it; or, with a TorchDispatchMode on, an operator of autograd's own
+        # came to the mode's __torch_dispatch__, which has called it again and so come here. That
+        # runs below autograd, and is_of_python stays False.
         before, _state.is_of_python = _state.is_of_python, not torch_private.is_in_dispatch()
         try:
             with torch_private.without_torch_function():
