@@ -319,11 +319,11 @@ class _Step:
         weight = weight_product(self.machine, rows, self.hidden, self.vocab, added)
         self.add_product(weight)
         if last:
-            self.collective("input_terms", weight)
+            self.collective("partial_dx", weight)
 
     def finish(self):
         """The sum of the ranks' terms, the target rows of dW, dX from the other ranks."""
-        terms = "input_terms" in self.plan.collectives
+        terms = "partial_dx" in self.plan.collectives
         if terms:
             self.add_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
         # Each token adds to one row of dW on every rank (its target's or its substitute's): the
@@ -331,7 +331,7 @@ class _Step:
         touched = self.vocab * -math.expm1(-self.tokens / self.vocab)
         moved = self.row_bytes(self.tokens, ELEMENT) + self.row_bytes(touched, 2 * ELEMENT)
         covered = self.add_pass(moved)
-        self.collective("summed_input", covered)
+        self.collective("summed_dx", covered)
         self.add_pass(0, 2)  # reduce, scale_grads
 
 

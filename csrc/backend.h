@@ -14,8 +14,9 @@ extern "C" {
  * none waits for the device. A combination of dtypes or pointers without a kernel is refused with
  * FLCE_UNSUPPORTED. Sizes may be 0: then nothing is done. */
 struct flce_backend {
-  const char* name; /* "cpu" or "cuda" */
-  void* self;       /* flce_cpu or flce_cuda: the first argument of every function */
+  /* "cpu", "cuda", or that of a GPU that need not be there, whose only function is `facts`. */
+  const char* name;
+  void* self; /* flce_cpu, flce_cuda or flce_gpu: the first argument of every function */
   /* The message of this thread's last failure in the backend's own library. */
   const char* (*last_error)(void);
 
@@ -88,13 +89,13 @@ struct flce_backend {
    *
    * p and q are the softmax of student and teacher, exp(l - OFFSET) INV_SUM of their stats; VALUE
    * and MEAN the row's sums (enum flce_divergence_sum); slope_j, a and k those of enum
-   * flce_coef_row, a k = ROW / INV_SUM. In the target's column hard_weight TARGET takes the place
+   * flce_coef_row, a k = EXP / INV_SUM. In the target's column hard_weight TARGET takes the place
    * of slope_j a k hard_weight p_j. Where p and q are near, differences are made from
    * d_j = log(p_j / q_j), itself made from l and the statistics, so that they have its relative
    * error. Rows that are not valid: as grad_rows. */
   flce_status (*divergence_rows)(void* self, const flce_divergence_args* call);
 
-  /* Factors of the rows' gradients, enum flce_coef_row, into coef [FLCE_COEF_ROWS][stat_pitch],
+  /* Factors of the rows' gradients, enum flce_coef_row, into coef [FLCE_COEF_COUNT][stat_pitch],
    * which is indexed like stats. Reads stats, target, class_weight, token_weight, temperature,
    * options and scalars of `rows`. factor[0] multiplies upstream->loss; NULL for 1. Ignored rows:
    * 0; out-of-range rows: NaN; absent rows (index -1): nothing is written. `shard`: NULL, or the
@@ -136,11 +137,11 @@ struct flce_backend {
   flce_status (*scale_rows)(void* self, const flce_scale_rows_args* call);
 
   /* dX of a chunk from D, the result of its GEMM, rounded once. For row r of `rows` and its token
-   * i: dX[i] = ROW[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum, with the factors in rows->coef; or
+   * i: dX[i] = EXP[i] D[r] + TARGET[i] W[y_i] - SMOOTH[i] wsum, with the factors in rows->coef; or
    * dX[i] = D[r] if rows->coef is NULL. Zeros if the target is ignored, NaN if it is out of range;
    * absent rows (index -1) are not written.
    * D may be dX itself if rows->index is NULL and cols equals hidden. scaled_x, unless NULL, gets
-   * scale_rows of x by ROW; only with rows->coef. */
+   * scale_rows of x by EXP; only with rows->coef. */
   flce_status (*finish_grad_input)(void* self, const flce_grad_input_args* call);
 
   /* out[cols] = sum_i weights[i] a[i][:], plus out if `accumulate`, in a fixed order. out and
@@ -181,8 +182,8 @@ struct flce_backend {
   flce_status (*shard_targets)(void* self, const flce_shard_targets_args* call);
   /* The statistics of the rows over this rank's classes (enum flce_shard_stat), from FLCE_STAT_*
    * and, with label smoothing, from `loss`, which the passes have computed with label_smoothing 1,
-   * z_loss 0 and no token_weight (flce_enable_partial_sums). Unspecified in rows that are not
-   * valid. */
+   * z_loss 0 and no token_weight (flce_local_rows of core/shards.h). Unspecified in rows that are
+   * not valid. */
   flce_status (*pack_statistics)(void* self, const flce_pack_args* call);
   /* Those of all ranks -> statistics, loss and predictions of the whole vocabulary, merged in the
    * order of the ranks, so that all get the same bits, except for OFFSET, INV_SUM, NLL and SLOPE:
@@ -202,7 +203,7 @@ struct flce_backend {
   flce_status (*sample_rows)(void* self, const flce_sample_rows_args* call);
   /* dX of the computed rows. For row r and its token i: dX[i] = sum_m factor_m W[class_m] +
    * TARGET[i] W[y_i] - SMOOTH[i] wsum, over the pairs m of its list, summed in float32 and rounded
-   * once. factor_m = max(E_m, eps S) ROW[i]; with rows->wants_entropy max(E_m, eps S) (ROW[i] -
+   * once. factor_m = max(E_m, eps S) EXP[i]; with rows->wants_entropy max(E_m, eps S) (EXP[i] -
    * ENTROPY[i] (entropy + log(E_m / S))). Rows that are not valid: as finish_grad_input. */
   flce_status (*sampled_grad_input)(void* self, const flce_sampled_input_args* call);
   /* Sorts the entries of all lists by class, within a class by row, and computes their factors:
@@ -222,8 +223,9 @@ struct flce_backend {
                              const void* grad_output, const void* scalars, flce_dtype stat);
 };
 
-/* Their names, from which the backends' declarations and tables follow: those that every backend
- * has, and those that facts say whether it has. */
+/* The names of the functions, from which the backends' declarations and tables follow: those that
+ * every backend has, and FLCE_FUSED_FUNCTIONS, which may be NULL; facts say which of these a call
+ * can use. */
 #define FLCE_EACH(X, a, b, c, d, e, f) X(a) X(b) X(c) X(d) X(e) X(f)
 #define FLCE_BACKEND_FUNCTIONS(X)                                                                \
   FLCE_EACH(X, facts, gemm, fill, cast, prepare, compact_rows)                                   \

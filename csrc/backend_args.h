@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* Rows of flce_tensors.stats, [FLCE_STAT_ROWS][N] stat dtype: one value for each token. */
+/* Rows of flce_tensors.stats, [FLCE_STAT_COUNT][N] stat dtype: one value for each token. */
 enum flce_stat_row {
   FLCE_STAT_LSE,     /* logsumexp of the row's l */
   FLCE_STAT_NLL,     /* class targets: lse - l_y, accurate also if tiny; probabilities: 0 */
@@ -19,11 +19,11 @@ enum flce_stat_row {
   /* Class targets: 1 - tanh^2 of the softcap at the target's logit, 1 without a softcap.
    * Probabilities: 0. */
   FLCE_STAT_SLOPE,
-  FLCE_STAT_WEIGHT_SUM, /* probabilities: sum_j w_j q_j, q = (1-s) t + s/V; class targets: 0 */
+  FLCE_STAT_WEIGHT_SUM, /* probabilities: sum_j w_j ((1-s) t_j + s/V); class targets: 0 */
   /* If wants.tail: logsumexp of l over the tail, the classes that are not among the row's own
    * (flce_row_classes); -inf if there is none. Else 0. */
   FLCE_STAT_TAIL_LSE,
-  FLCE_STAT_ROWS
+  FLCE_STAT_COUNT
 };
 
 /* Elements of flce_tensors.scalars, [FLCE_SCALAR_COUNT] stat dtype: one value for the call. */
@@ -57,18 +57,19 @@ enum flce_scalar {
  * weights below 2^-66, and x below float16's smallest number, would need larger ones. */
 enum { FLCE_MAX_SCALE_EXPONENT = 80, FLCE_MAX_INPUT_EXPONENT = 40 };
 
-/* Rows of the gradient's coefficients, [FLCE_COEF_ROWS][stat_pitch] stat dtype: factors of a row's
+/* Rows of the gradient's coefficients, [FLCE_COEF_COUNT][stat_pitch] stat dtype: factors of a row's
  * gradient. With k = token_weight_i g, a = logit_scale / (temperature temperature_i),
  * slope_j = 1 - tanh^2(logit_scale z_j / softcap) (1 without a softcap),
  * A = (1-s) w_y + s/V sum(w) (probabilities: WEIGHT_SUM), r = k (A + 2 z_loss Z_FACTOR lse) +
- * g_lse, m = lse - entropy: dz_j = slope_j (exp(l_j - c) (ROW + ENTROPY (m - l_j)) - SMOOTH w_j -
+ * g_lse, m = lse - entropy: dz_j = slope_j (exp(l_j - c) (EXP + ENTROPY (m - l_j)) - SMOOTH w_j -
  * SOFT w_j t_j)
- *          + [j = y] ( TARGET - slope_y exp(l_y - c) ROW )
+ *          + [j = y] ( TARGET - slope_y exp(l_y - c) EXP )
  *          + [j in the tail] slope_j exp(l_j - TAIL_LSE) TAIL
- *          + g_j, the gradient of the class's z, if j is among the row's classes,
+ *          + the gradient of z_j as an output (flce_row_classes.grads), if j is among the row's
+ *            classes,
  * where g = grad_output * factor[0]; g_lse, g_entropy and g_tail are not multiplied by factor. */
 enum flce_coef_row {
-  FLCE_COEF_ROW, /* a r inv_sum: the factor of exp(l - c) */
+  FLCE_COEF_EXP, /* a r inv_sum: the factor of exp(l - c) */
   /* Class targets: a slope_y (r p_y - k (1-s) w_y), computed without cancellation: the gradient in
    * the target's column, without the terms of label smoothing and, unless
    * flce_upstream.entropy_in_target is set, of the entropy. */
@@ -78,7 +79,7 @@ enum flce_coef_row {
   FLCE_COEF_ENTROPY, /* a g_entropy inv_sum */
   FLCE_COEF_SOFT,    /* probabilities: a k (1-s); class targets: 0 */
   FLCE_COEF_TAIL,    /* a g_tail: the factor of the softmax over the tail alone */
-  FLCE_COEF_ROWS
+  FLCE_COEF_COUNT
 };
 
 /* The facts that follow from the type of the device and the dtype of a call alone. */
@@ -179,17 +180,18 @@ typedef struct flce_rows {
   flce_dtype out_dtype; /* of out */
   int64_t out_pitch;    /* elements between rows of out */
   int64_t out_columns;  /* columns of out to write: zeros from vocab on */
-  void* stats;          /* [FLCE_STAT_ROWS][stat_pitch] stat dtype */
+  void* stats;          /* [FLCE_STAT_COUNT][stat_pitch] stat dtype */
   int64_t stat_pitch;   /* elements between rows of stats and of coef: N */
   /* [N] stat dtype: token_weight (nll-part + z_loss Z_FACTOR lse^2), not yet divided by the
    * denominator. Class targets: nll-part = (1-s) w_y nll + s/V sum_j w_j (lse - l_j).
-   * Probabilities: nll-part = sum_j w_j q_j (lse - l_j), q = (1-s) t + s/V. 0 for ignored rows. */
+   * Probabilities: nll-part = sum_j w_j ((1-s) t_j + s/V) (lse - l_j). 0 for ignored rows. */
   void* loss;
   int64_t* predictions; /* [N]: the lowest column with the largest l; or NULL */
   flce_row_classes classes;
   const void* scalars;     /* [FLCE_SCALAR_COUNT] stat dtype */
-  const void* input_scale; /* row_coefficients: [1] stat dtype, VALID of valid rows; NULL for 1 */
-  const void* coef;        /* [FLCE_COEF_ROWS][stat_pitch] stat dtype, or NULL */
+  const void* input_scale; /* row_coefficients: [1] stat dtype, what FLCE_COEF_VALID is in rows that
+                            * are not ignored; NULL for 1 */
+  const void* coef;        /* [FLCE_COEF_COUNT][stat_pitch] stat dtype, or NULL */
   /* [H] stat dtype: sum_j w_j W_j for fused_logits with label smoothing, if it is known already and
    * z has neither bias nor softcap. Or NULL. */
   const void* wsum;
@@ -291,7 +293,7 @@ typedef struct flce_upstream {
   /* TARGET includes the entropy's term, a slope_y g_entropy p_y (m - l_y): for save=samples, whose
    * lists have no E of the target. */
   bool entropy_in_target;
-  /* The lists are of dz itself (sampled divergences): ROW is 1 and TARGET 0 in valid rows. */
+  /* The lists are of dz itself (sampled divergences): EXP is 1 and TARGET 0 in valid rows. */
   bool of_dz;
 } flce_upstream;
 

@@ -1,6 +1,6 @@
 /* The terms of a divergence that one class adds, for C in double and for CUDA in the stat dtype: of
  * p and q, the student's and the teacher's probability, and d = log(p / q). Where p and q are near,
- * differences are made from d by power series, with the relative error of d; beyond kNear the
+ * differences are made from d by power series, with the relative error of d; beyond FLCE_NEAR the
  * subtraction itself has lost at most three bits. */
 #ifndef FLCE_DIVERGENCE_H
 #define FLCE_DIVERGENCE_H
@@ -168,8 +168,9 @@ FLCE_TERM flce_real flce_divergence_terms(flce_divergence kind, flce_real beta,
   return *value = NAN;
 }
 
-/* `mean` of dz, the sum of flce_divergence_terms over that of p: p (grad_term / p - mean) nearly
- * cancels in a class whose p is almost 1, where the rounding of p has to be the same in both. */
+/* MEAN of a row's dz (divergence_rows, backend.h): `sum`, that of flce_divergence_terms over the
+ * classes, divided by `mass`, that of the rounded p. In a class whose p is almost 1 its term minus
+ * p MEAN nearly cancels: both need the same rounding of p. */
 FLCE_TERM flce_real flce_divergence_mean(flce_divergence kind, flce_real sum, flce_real mass) {
   return flce_takes_mean(kind) && mass > 0 ? sum / mass : sum;
 }

@@ -25,7 +25,7 @@ extern "C" {
 #define FLCE_EXPORT __attribute__((visibility("default")))
 
 typedef struct flce_backend flce_backend; /* backend.h: the functions of a device */
-typedef struct flce_gemm flce_gemm;       /* backend.h: the arguments of a GEMM */
+typedef struct flce_gemm flce_gemm;       /* backend_args.h: the arguments of a GEMM */
 typedef struct flce_comm flce_comm;       /* comm.h: the collectives of a group of ranks */
 
 /* ---- plan ---- */
@@ -35,7 +35,7 @@ typedef struct flce_comm flce_comm;       /* comm.h: the collectives of a group 
 typedef enum flce_buffer_id {
   FLCE_BUF_LOSS,     /* [1], or [N] for FLCE_NONE, stat dtype */
   FLCE_BUF_ROW_LOSS, /* [N] stat dtype: the losses of the rows, if they are reduced */
-  /* [FLCE_STAT_ROWS][N] stat dtype: enum flce_stat_row. An output if the plan keeps_statistics,
+  /* [FLCE_STAT_COUNT][N] stat dtype: enum flce_stat_row. An output if the plan keeps_statistics,
    * else part of the workspace. */
   FLCE_BUF_STATS,
   /* [FLCE_SCALAR_COUNT] stat dtype: enum flce_scalar. An output if the plan keeps_statistics, else
@@ -65,7 +65,7 @@ typedef enum flce_buffer_id {
   FLCE_BUF_LOGITS,
   /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
   FLCE_BUF_DZ_SCALE,
-  FLCE_BUF_COEF,  /* [FLCE_COEF_ROWS][N] stat dtype: enum flce_coef_row */
+  FLCE_BUF_COEF,  /* [FLCE_COEF_COUNT][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_INDEX, /* int64: the rows to compute, if they are gathered (compact_rows) */
   /* [chunk][input_pitch] dtype: the chunk's rows of x as the A operand of the logits GEMM, if they
    * are copied and the copy is not in FLCE_BUF_SCALED_X. */
@@ -82,9 +82,9 @@ typedef enum flce_buffer_id {
   /* [V][weight_hidden] accum_dtype: the sum of dW over chunks, if dW has another dtype or the
    * plan's hidden is not H. */
   FLCE_BUF_DW_ACCUM,
-  /* [dw_block_rows][weight_hidden] or [dx_block_rows][plan's hidden] dtype: some rows of the result
+  /* [dw_piece_rows][weight_hidden] or [dx_piece_rows][plan's hidden] dtype: some rows of the result
    * of a GEMM that cannot write the dtype of its accumulator. */
-  FLCE_BUF_GEMM_BLOCK,
+  FLCE_BUF_GEMM_PIECE,
   FLCE_BUF_DB_ACCUM, /* [V] stat dtype: the sum of db over chunks */
   FLCE_BUF_DB_PARTS, /* [bias_parts][V] stat dtype: partial sums of db by grad_weight_gemm */
   /* [2 H + 1] stat dtype, H the plan's hidden, for label smoothing: sum_j w_j W_j, sum_i c_i x_i,
@@ -97,8 +97,8 @@ typedef enum flce_buffer_id {
   /* Scratch of fused_logits for a chunk. If the plan packs, it begins with how each row is packed,
    * which divergence_rows reads. */
   FLCE_BUF_FUSED,
-  FLCE_BUF_GEMM,    /* scratch of a GEMM */
-  FLCE_BUF_TEACHER, /* a divergence: the workspace of its teacher */
+  FLCE_BUF_GEMM_WORKSPACE, /* scratch of a GEMM */
+  FLCE_BUF_TEACHER,        /* a divergence: the workspace of its teacher */
   /* [1 + R][FLCE_DIVERGENCE_SUMS][chunk] stat dtype, if the vocabulary is sharded: of a chunk's
    * rows this rank's sums, then those of all; and those of the ranks. */
   FLCE_BUF_DIVERGENCE,
@@ -187,7 +187,7 @@ typedef struct flce_plan {
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
   bool gemm_adds_bias;    /* the logits GEMM or fused_logits adds b; the row passes do not */
-  bool saves_exp;         /* FLCE_BUF_SAVED holds E, else z */
+  bool saves_exp;         /* save=logits: FLCE_BUF_SAVED holds E, else z */
   bool dz_in_saved;       /* the backward overwrites FLCE_BUF_SAVED with dz */
   bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
   bool keeps_statistics;  /* stats and scalars are read after the forward */
@@ -211,9 +211,9 @@ typedef struct flce_plan {
    * columns, else to FLCE_BUF_DX_ROWS. */
   flce_dtype dx_gemm_dtype;
   flce_dtype accum_dtype; /* in which dW is summed over chunks */
-  /* Rows of dW's GEMM, and of dX's, that FLCE_BUF_GEMM_BLOCK holds; 0 if the GEMM writes its
+  /* Rows of dW's GEMM, and of dX's, that FLCE_BUF_GEMM_PIECE holds; 0 if the GEMM writes its
    * accumulator itself. */
-  int64_t dw_block_rows, dx_block_rows;
+  int64_t dw_piece_rows, dx_piece_rows;
   flce_buffer buffers[FLCE_BUF_COUNT]; /* by flce_buffer_id */
   int64_t forward_workspace_bytes,     /* of flce_tensors.workspace in the forward */
       backward_workspace_bytes;        /* of flce_tensors.workspace in the backward */
@@ -233,12 +233,13 @@ typedef struct flce_plan {
 /* valid_vocab: not given. */
 #define FLCE_ABSENT INT64_MIN
 
-/* What save=auto distinguishes: how much memory the logits of all rows take. */
+/* The numbers of rows that save=auto distinguishes, by the memory of their logits. */
 typedef enum flce_row_range {
-  /* memory.bound holds the logits at once, and what save=logits keeps of them may be kept. */
+  /* All logits fit memory.bound at once, and what save=logits keeps of them fits its bound, which
+   * is memory.bound or memory.kept. */
   FLCE_ROWS_OF_ONE_CHUNK,
-  FLCE_ROWS_TO_KEEP, /* what save=logits keeps of the logits may be kept */
-  FLCE_ROWS_BEYOND,  /* any other number of rows */
+  FLCE_ROWS_TO_KEEP, /* only the latter */
+  FLCE_ROWS_BEYOND,  /* neither, or only the former */
   FLCE_ROW_RANGES
 } flce_row_range;
 
@@ -340,7 +341,7 @@ typedef struct flce_tensors {
    * read. */
   const struct flce_tensors* teacher;
   void* loss; /* [1], or [N] for FLCE_NONE; stat dtype */
-  /* [FLCE_STAT_ROWS][N] stat dtype. Written by the forward, read by the backward. NULL is
+  /* [FLCE_STAT_COUNT][N] stat dtype. Written by the forward, read by the backward. NULL is
    * allowed unless the plan keeps_statistics: they are then in the workspace. */
   void* stats;
   /* [FLCE_SCALAR_COUNT] stat dtype. Written by the forward, read by the backward. NULL is

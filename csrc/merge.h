@@ -29,8 +29,8 @@ static FLCE_HOST_DEVICE bool flce_holds_class(const flce_shard* shard, int64_t c
   return class_ >= shard->first && class_ - shard->first < shard->count;
 }
 
-/* A column of this rank for the target y, which is valid or not: its own column, a substitute
- * (backend.h), or one of the negative codes. */
+/* A column of this rank for the target y, which may be out of range: its own column, a substitute
+ * (backend_args.h), FLCE_SHARD_IGNORED or FLCE_SHARD_OUT_OF_RANGE. */
 static FLCE_HOST_DEVICE int64_t flce_shard_column(const flce_shard_targets_args* call, int64_t y) {
   int64_t count = call->shard.count;
   if (y == call->ignore_index) return FLCE_SHARD_IGNORED;

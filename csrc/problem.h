@@ -91,11 +91,13 @@ typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
  *
  * With save=samples the gradient GEMMs are replaced by gathers: a row's E_ij, j != y, are replaced
  * by an unbiased sparse estimate. With S_i = sum_j exp(l_ij - c_i), each class has the probability
- * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i). The draw is
- * systematic: with F the prefix sums of q, in fixed point of flce_sample_bits() bits, and one
- * uniform number u_i in [0, 1) for the row, class j is kept if some integer m has
- * F_{j-1} <= m + u_i < F_j. u_i is so many upper bits of the first two output words of
- * Philox4x32-10 of key seed and counter i, i the token's number, from first_token on.
+ * q_ij = min(1, E_ij / (eps S_i)) to be kept, with the value max(E_ij, eps S_i).
+ *
+ * The draw is systematic, with one random number u_i in [0, 1) for a row. Let F_j be the sum of
+ * q_ik over the classes k <= j. Class j is kept if there is an integer m with F_{j-1} <= m + u_i <
+ * F_j. F and u_i are fixed-point numbers with flce_sample_bits() fraction bits; those of u_i are
+ * the upper bits of the first two output words of Philox4x32-10 of key seed and counter i, i the
+ * token's number, from first_token on.
  *
  * The list of a computed row has flce_sample_pitch() int32: pair 0 is the target's class y and the
  * number n of the pairs after it; pair 1 + m is a class other than y, ascending, and the bits of
@@ -249,7 +251,8 @@ typedef struct flce_problem {
         probabilities,     /* the targets are probabilities, not class indices */
         temperature,       /* a temperature for each row is given */
         unaligned_operand; /* x or W does not start at a multiple of 16 bytes */
-    /* Of a teacher: its logits are given. The input is z itself, [tokens][hidden]. */
+    /* Of a teacher: its logits are given. The input is z itself, and shape.hidden the number of its
+     * columns. */
     bool logits;
   } has;
 
@@ -292,7 +295,7 @@ typedef struct flce_problem {
 
   /* Sampled gradients. */
   struct {
-    bool wanted; /* save is samples, or auto before the choice */
+    bool wanted; /* the caller asks for them, also those of a divergence */
     double eps;  /* in [FLCE_LEAST_EPS, 1]; 0 where it is not set */
   } sampling;
 
@@ -306,7 +309,10 @@ typedef struct flce_problem {
   /* Bytes. */
   struct {
     int64_t bound; /* of the logits buffer, whole or of a chunk */
-    int64_t kept;  /* save=auto keeps the logits of a loss of rows, or with outputs, up to this */
+    /* With save=auto: of what save=logits keeps, where the forward cannot make the gradients of the
+     * loss alone, as of losses that are not reduced or with differentiable outputs. Else `bound`.
+     */
+    int64_t kept;
     /* `bound` is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
      * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest
      * chunks that fit. */
@@ -391,8 +397,8 @@ static inline int64_t flce_grad_weight_cols(const flce_problem* problem) {
   return problem->shape.hidden - problem->shape.frozen_hidden;
 }
 
-/* What the plan needs to know of a device and of its backend. The backend fills it for one
- * problem; see `facts` in flce_backend. */
+/* What the plan needs to know of a device and of its backend. The backend fills it for one problem
+ * (`facts` of flce_backend), but for asks_block, asked_rows and asked_classes. */
 typedef struct flce_facts {
   bool gemm_writes_f32; /* a GEMM of 16-bit operands can write a float32 result */
   bool gemm_adds_bias;  /* a GEMM with a float32 result adds the bias in its epilogue, for free */
@@ -421,8 +427,8 @@ typedef struct flce_facts {
   /* Elements. If H is not a multiple of it, x and W are copied and zero-padded to the next
    * multiple, because the GEMMs are faster then. 0 or 1: no alignment is needed. */
   int64_t hidden_alignment;
-  /* Where gradients may be made by blocks and FLCE_BLOCKS is set: the rows and classes of a block,
-   * 0 for none. */
+  /* Set by core/plan_call.c, from FLCE_BLOCKS: whether it is set, and the rows and classes of a
+   * block that it asks for, 0 for chunks of all classes. */
   bool asks_block;
   int64_t asked_rows, asked_classes;
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */

@@ -231,8 +231,9 @@ def _run_forward_again(ctx, grad_output, wanted):
 
 
 class _Nested(threading.local):
-    """wants_all: a backward within another one computes the gradients of all leaves, and does not
-    ask the engine, which is slow for leaves whose gradients are returned."""
+    """wants_all: a backward within another one computes the gradients of all leaves. It does not
+    ask the engine which ones are wanted: for leaves whose gradients are returned, as by
+    torch.autograd.grad, asking is slow, because the engine answers by an exception."""
 
     wants_all = False
 

@@ -138,8 +138,8 @@ class ForwardOutputs(typing.NamedTuple):
         return self._replace(loss=loss, **dict(zip(DIFFERENTIABLE[1:], others, strict=False)))
 
     def strategy(self):
-        """What "auto" became, by the outputs of each strategy, in this order: statistics may be
-        outputs of all of them."""
+        """What "auto" became, told by which outputs exist. `saved` and gradients are asked first,
+        because any strategy may return stats."""
         if self.saved is not None:
             return "samples" if self.saved.dtype == torch.int32 else "logits"
         if any(grad is not None for grad in (self.grad_input, self.grad_weight, self.grad_bias)):

@@ -25,7 +25,7 @@ _KNOWN = defaults(LinearLossOptions)
 _Values = typing.TypeVar("_Values")
 # Operands that may require grad, in the order of the gradients; the last two belong to an adapter.
 _OPERANDS = ("input", "linear_weight", "linear_bias", "adapter_input", "adapter_weight")
-_OF_ROWS = ("input", "adapter_input")
+_ROW_OPERANDS = ("input", "adapter_input")
 # The options on which the number of rows of a chunk depends (flce.plan).
 _OPTIONS_OF_CHUNK_ROWS = ("max_memory", "valid_vocab", "accum_dtype", "logits_dtype")
 
@@ -349,7 +349,7 @@ class _Chunks:
             refuse("adapter_weight", "None, or operands of bfloat16 or float32", got)
         for name, tensor in self.operands.items():
             leaf = tensor.detach().contiguous()  # so that its gradient is
-            if name in _OF_ROWS:
+            if name in _ROW_OPERANDS:
                 validate.check_shape(name, tensor, (*shape, *tensor.shape[-1:]))
                 leaf = leaf.reshape(len(self.rows["target"]), tensor.shape[-1])
                 self.rows[name] = leaf.float() if self.is_half else leaf
@@ -361,7 +361,7 @@ class _Chunks:
                 dtype = torch.float32 if widens and leaf.dtype.itemsize == 2 else leaf.dtype
                 gemm_accumulates = name == "linear_weight" and not has_adapter
                 self.sums[name] = _Sum(leaf, dtype, gemm_accumulates)
-        self.grads = {n: torch.zeros_like(self.rows[n]) for n in _OF_ROWS if n in self.needs}
+        self.grads = {n: torch.zeros_like(self.rows[n]) for n in _ROW_OPERANDS if n in self.needs}
 
     def _widens_sums(self, count):
         """Whether 16-bit gradients of weights are summed in float32 over the chunks."""
@@ -402,7 +402,7 @@ class _Chunks:
             return logprobs_of(*operands, entropy, 0, options, call=call), rows
 
     def none(self):
-        """The list of the loss of no row, after the checks that a chunk's call makes."""
+        """[loss] where there is no row: runs a call of zero rows, so that its checks happen."""
         (logprobs, _), _ = self._logprobs(slice(0, 0))
         self.has_gradient = bool(self.needs)
         return [logprobs.detach().sum()]

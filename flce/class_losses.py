@@ -106,7 +106,7 @@ def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
     return outputs if has_outputs else loss
 
 
-_OF_ROWS = ("reduction", "z_loss", "return_lse")
+_OF_ROW_LOSSES = ("reduction", "z_loss", "return_lse")
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace the checks of C
@@ -130,7 +130,7 @@ class RowLosses(typing.NamedTuple):
     def of_options(cls, options, input, shape):
         """Pops its three options from `options` and checks them; checks z_loss and return_lse too,
         but leaves these. `shape`: of the rows."""
-        checked = {name: options[name] for name in _OF_ROWS if name in options}
+        checked = {name: options[name] for name in _OF_ROW_LOSSES if name in options}
         validate.check_tensor("input", input)
         if not _are_allowed(**checked):
             composite.check_options(checked, 1)

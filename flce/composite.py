@@ -1,7 +1,7 @@
-"""A call of the loss: from its arguments to the operator of C++. Also the operators
-`torch.ops.flce.linear_cross_entropy` and `cross_entropy`, with variants `_outputs` that return lse,
-entropy, accuracy, predictions and z_loss too; they have no autograd formula, as autograd records
-the operators that they call.
+"""A call of the loss: from its arguments to the operator of C++. Also the public operators: of
+torch.ops.flce `linear_cross_entropy` and `cross_entropy`, which return the loss, their variants
+`_outputs`, which return every field of LinearCrossEntropyOutput, and `linear_divergence`, which has
+no variant. They have no autograd formula, as autograd records the operators that they call.
 """
 
 import re

@@ -1,5 +1,6 @@
 """The inner operators' fake (meta) implementations, and their FLOP counts. The core says which
-outputs a call has (`describe`), but for comparisons with its rows: their number may be symbolic."""
+outputs a call has (`describe`); the number of rows, which may be symbolic, is compared here with
+the limits that the core gives."""
 
 import collections
 import math

@@ -19,7 +19,7 @@ _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
 _SCHEMAS = {**table.OPTIONS, **table.TEACHER_OPTIONS}
 _IN_SCHEMA = {name for name, option in _SCHEMAS.items() if option.schema}
 # Those that may have a value for each row, and the operators' argument for it.
-_OF_ROWS = {option: argument for argument, option in operators.OPTION_OF.items()}
+_ARGUMENT_OF = {option: argument for argument, option in operators.OPTION_OF.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
 _OPTIONAL = {"teacher_weight", "teacher_bias"}
@@ -50,8 +50,8 @@ class Function(typing.NamedTuple):
 
 def _call(function, operands, options, caller=None):
     """The loss, or the loss with the wanted outputs. `function`: a Function; `caller`: see
-    sharding.ShardedCall. Plain tensors go from here to `run`: each function that is called before
-    it is for the calls that need it."""
+    sharding.ShardedCall. A call of plain tensors reaches `run` without any of the helpers below;
+    they serve the other calls."""
     if not function.options.keys() >= options.keys():
         table.check_names(function.operator, function.options, options)
     kinds = (*map(type, operands), *map(type, options.values()))
@@ -172,8 +172,8 @@ def _schema_options(operands, options):
         packing.split_comparison(in_schema)
     for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):
-            if option in _OF_ROWS:  # a traced value cannot become a number
-                in_schema[_OF_ROWS[option]] = in_schema.pop(option)
+            if option in _ARGUMENT_OF:  # a traced value cannot become a number
+                in_schema[_ARGUMENT_OF[option]] = in_schema.pop(option)
             else:
                 in_schema[option] = value.item()
     if isinstance(in_schema.get("num_items"), numbers.Real):

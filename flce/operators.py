@@ -28,7 +28,8 @@ _FAILURE = re.compile(f"flce: ({'|'.join(_EXCEPTIONS)}): (.*)", re.DOTALL)
 
 
 def run(op, *args):
-    """Calls an operator below autograd; where tensors are traced, its `graph_` variant."""
+    """Calls an operator below autograd; its `graph_` variant where the first tensor
+    is of a subclass, as fake tensors are."""
     if type(args[0]) not in _PLAIN:
         op = _graph_variants.get(op, op)
     return run_plain(op, *args)

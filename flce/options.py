@@ -23,7 +23,8 @@ Save = Literal["auto", "logits", "grads", "stats"]  # those that a caller may ch
 Attribute = Literal["grad", "main_grad"]  # of a parameter, that accumulate_into may name
 Entropy = Literal["differentiable", "detached"]
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-# In the order of the enums in csrc/problem.h.
+# reduction and save: in the order of their enums in csrc/problem.h. gradient: read as a flag,
+# sampling.wanted.
 CHOICES = {
     "reduction": typing.get_args(Reduction),
     "save": ("nothing", "logits", "grads", "stats", "samples", "auto"),

@@ -90,7 +90,8 @@ WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 
 
 class Memory(typing.NamedTuple):
-    """memory of csrc/problem.h, in bytes: bound, kept and bound_is_default."""
+    """In bytes, by the names of the options. In `memory` of csrc/problem.h max_memory is `bound`,
+    kept_memory `kept`, and bound_is_default has its name."""
 
     max_memory: int = 1 << 30
     kept_memory: int = 1 << 30

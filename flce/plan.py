@@ -27,12 +27,14 @@ class Plan:
     Sizes are bytes in addition to the inputs; `buffers` maps a buffer's name to its size. Peaks
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
     forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
-    workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs those
-    of "stats" too.
+    workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs in
+    addition the bytes and GEMMs of the backward in a plan with save="stats".
+    `block_rows`, `block_classes`: the blocks by which gradients are made under a small max_memory;
+    0 without.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
-    "input_terms" of the ranks' terms of dX, "summed_input" of the sums of these.
+    "partial_dx" of the ranks' terms of dX, "summed_dx" of their sums.
 
     >>> small = flce.plan(1024, 64, 1000, device="cpu", dtype=torch.float32)
     >>> small.save, small.buffers["grad_weight"]

@@ -19,9 +19,10 @@ class ShardedCall(typing.NamedTuple):
 
 class Hooks(typing.NamedTuple):
     """before_call(sharded_call): compares what the ranks call, before the operator runs.
-    local_call(name, operands, options): the operands and options of a call with DTensors, as local
-    tensors and a VocabParallel. pending_error(text): the exception that has ended a collective of
-    this thread, or None; text: the operator's error."""
+    local_call(function, operands, options): the operands and options of a call with DTensors, as
+    local tensors and a VocabParallel; function: a functional.Function.
+    pending_error(text): the exception that has ended a collective of this thread, or None; text:
+    the operator's error."""
 
     before_call: typing.Callable
     local_call: typing.Callable

@@ -193,14 +193,14 @@ void bind_kept(const Kept& kept, Call* call) {
   bool reduced = call->problem.reduction != FLCE_NONE;
   expect_like("grad_output", kept.grad_output, reduced ? std::vector<int64_t>{} : call->shape, type,
               call->id);
-  expect_like("stats", kept.stats, {FLCE_STAT_ROWS, n}, type, call->id);
+  expect_like("stats", kept.stats, {FLCE_STAT_COUNT, n}, type, call->id);
   expect_like("scalars", kept.scalars, {FLCE_SCALAR_COUNT}, type, call->id);
   tensors->grad_output = kept.grad_output.const_data_ptr();
   tensors->stats = kept.stats.mutable_data_ptr();
   tensors->scalars = kept.scalars.mutable_data_ptr();
   bind_kept_classes(kept, type, call);
   if (!kept.grad_stats) return;
-  expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_ROWS, n}, type, call->id);
+  expect_like("grad_stats", *kept.grad_stats, {FLCE_STAT_COUNT, n}, type, call->id);
   const char* rows = static_cast<const char*>(kept.grad_stats->const_data_ptr());
   tensors->grad_lse = rows + FLCE_STAT_LSE * n * flce_size_of(stat);
   if (call->problem.backward.has_grad_entropy)

@@ -64,7 +64,7 @@ inline Statistics allocate_statistics(const Device& device, bool keeps_statistic
   flce_dtype stat = flce_stat_dtype(call->problem.dtypes.gemm);
   Statistics made;
   if (keeps_statistics) {
-    made.stats = device.allocate({FLCE_STAT_ROWS, call->problem.shape.tokens}, stat, "stats");
+    made.stats = device.allocate({FLCE_STAT_COUNT, call->problem.shape.tokens}, stat, "stats");
     made.scalars = device.allocate({FLCE_SCALAR_COUNT}, stat, "scalars");
     call->tensors.stats = made.stats->mutable_data_ptr();
     call->tensors.scalars = made.scalars->mutable_data_ptr();

@@ -1,4 +1,4 @@
-/* The steps of a backward, in the order of a call. */
+/* The steps of a backward, in the order of a call; and that of a block of classes. */
 #include "core/backward_steps.h"
 
 #include "core/plan_rules.h"
@@ -44,6 +44,27 @@ static flce_status write_gradient(const execution* e, const chunk* c, flce_grad_
   return FLCE_OK;
 }
 
+flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
+  if (e->problem->shape.vocab == 0) return FLCE_OK;
+  return write_gradient(e, c, (flce_grad_rows_args){.scale = 1.0});
+}
+
+flce_status flce_dz_of_saved(const execution* e, const chunk* c) {
+  const flce_plan* plan = e->plan;
+  if (plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
+  return write_gradient(
+      e, c, (flce_grad_rows_args){.scale = saved_exp_scale(plan), .z_is_exp = plan->saves_exp});
+}
+
+flce_status flce_order_targets(const execution* e) {
+  void* order = buffer_ptr(e, FLCE_BUF_ORDER);
+  if (order && e->problem->shape.vocab > 0)
+    CALL(e, order_targets, e->problem, e->tensors->target, order);
+  return FLCE_OK;
+}
+
+/* ---- blocks, in a backward or in a forward with save=grads ---- */
+
 /* E of a block of classes, by the logits GEMM's epilogue. */
 static flce_status fused_exp(const execution* e, const chunk* c) {
   const flce_gemm gemm = flce_logits_gemm(e, c);
@@ -63,23 +84,4 @@ flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c) {
   if (e->plan->fuses_blocks) return fused_exp(e, c);
   FLCE_TRY(flce_run_logits_gemm(e, c));
   return flce_exp_or_dz(e, c);
-}
-
-flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
-  if (e->problem->shape.vocab == 0) return FLCE_OK;
-  return write_gradient(e, c, (flce_grad_rows_args){.scale = 1.0});
-}
-
-flce_status flce_dz_of_saved(const execution* e, const chunk* c) {
-  const flce_plan* plan = e->plan;
-  if (plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
-  return write_gradient(
-      e, c, (flce_grad_rows_args){.scale = saved_exp_scale(plan), .z_is_exp = plan->saves_exp});
-}
-
-flce_status flce_order_targets(const execution* e) {
-  void* order = buffer_ptr(e, FLCE_BUF_ORDER);
-  if (order && e->problem->shape.vocab > 0)
-    CALL(e, order_targets, e->problem, e->tensors->target, order);
-  return FLCE_OK;
 }

@@ -1,4 +1,5 @@
-/* The steps of a backward, in the order of a call (steps.h). */
+/* The steps of a backward, in the order of a call (steps.h); and that of a block of classes, which
+ * a forward with save=grads takes too. */
 #ifndef FLCE_BACKWARD_STEPS_H
 #define FLCE_BACKWARD_STEPS_H
 
@@ -12,13 +13,16 @@ flce_status flce_recompute_logits(const execution* e, const chunk* c);
  * knows no upstream gradient, because coef has them all; in form dz the gradient by the logits,
  * made with coef. */
 flce_status flce_exp_or_dz(const execution* e, const chunk* c);
-/* E or dz of a block of classes, with the logits GEMM: a loss of the forward with save=grads, or
- * the upstream gradients of a backward. */
-flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c);
-/* The same from what is saved: dz. Nothing in form exp, where E is what is saved. */
+/* dz from what is saved, E or z, made with coef. Nothing in form exp, where E is what is saved. */
 flce_status flce_dz_of_saved(const execution* e, const chunk* c);
 /* Sorts the tokens by target for what flce_finish_gradients() adds in form exp. A forward has done
  * it in flce_scalars_and_skipped_rows(). */
 flce_status flce_order_targets(const execution* e);
+
+/* ---- blocks, in a backward or in a forward with save=grads ---- */
+
+/* Runs the logits GEMM of a block of classes and makes E or dz; coef are those of the loss
+ * (forward, save=grads) or of the upstream gradients. */
+flce_status flce_exp_or_dz_of_block(const execution* e, const chunk* c);
 
 #endif

@@ -13,8 +13,8 @@ typedef struct block_shape {
   int64_t rows, classes; /* 0: chunks of all classes */
 } block_shape;
 
-/* Whether the loop that makes the gradients could be one over blocks: only its logits and the
- * statistics of all rows are read, and the caller has given max_memory. */
+/* Whether the loop that makes the gradients could be one over blocks: nothing but recomputed logits
+ * and the rows' statistics is needed, and the caller sets max_memory (or FLCE_BLOCKS is set). */
 bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan);
 

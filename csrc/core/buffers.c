@@ -9,11 +9,12 @@
 enum {
   ALIGNMENT = 256, /* bytes, of a buffer in a workspace */
 
-  /* When a buffer is alive. In the workspace of one pass; of both, if they have one each
-   * (both_passes). */
+  /* When a buffer is alive: one in the workspace of this pass. both_passes() combines the two for a
+   * buffer that the workspace of each pass has. */
   FORWARD = FLCE_IN_FORWARD,
   BACKWARD = FLCE_IN_BACKWARD,
-  /* A tensor of the caller's: from the forward to the end of the backward, or the backward's. */
+  /* A tensor of the caller's: alive from the forward to the end of the backward; or an output of
+   * the backward. */
   KEPT = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD,
   RETURNED = FLCE_OUTPUT | FLCE_IN_BACKWARD,
 };
@@ -70,7 +71,7 @@ static void list_results(const flce_problem* problem, flce_plan* plan) {
   const unsigned statistics = plan->keeps_statistics ? KEPT : FORWARD;
   const table_row rows[] = {
       {FLCE_BUF_LOSS, true, KEPT, (problem->reduction == FLCE_NONE ? n : 1) * stat},
-      {FLCE_BUF_STATS, true, statistics, FLCE_STAT_ROWS * n * stat},
+      {FLCE_BUF_STATS, true, statistics, FLCE_STAT_COUNT * n * stat},
       {FLCE_BUF_SCALARS, true, statistics, FLCE_SCALAR_COUNT * stat},
       {FLCE_BUF_SAVED, saves, KEPT, problem->shape.rows * saved_row},
       {FLCE_BUF_PREDICTIONS, problem->wants.predictions, KEPT, n * index},
@@ -168,7 +169,7 @@ static void list_logits(const flce_problem* problem, const flce_facts* facts, fl
       {FLCE_BUF_FUSED, plan->fuses_blocks, gradient_pass(plan),
        plan->block_rows * facts->fused_row_bytes},
       {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->shape.tokens * stat_size(plan)},
-      {FLCE_BUF_GEMM, true, both_passes(plan), facts->gemm_workspace_bytes},
+      {FLCE_BUF_GEMM_WORKSPACE, true, both_passes(plan), facts->gemm_workspace_bytes},
       {FLCE_BUF_TEACHER, problem->divergence.teacher != NULL, FORWARD,
        problem->derived.teacher_bytes},
   };
@@ -188,7 +189,7 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
   const int64_t scale = 4 + (wants_db ? gradient_rows(plan) : 0);
   const bool sums_columns = smooth || (wants_db && !gradients_are_sampled(plan));
   const table_row rows[] = {
-      {FLCE_BUF_COEF, true, pass, FLCE_COEF_ROWS * problem->shape.tokens * stat},
+      {FLCE_BUF_COEF, true, pass, FLCE_COEF_COUNT * problem->shape.tokens * stat},
       {FLCE_BUF_DZ_SCALE, scales_dz, pass, scale * stat},
       {FLCE_BUF_SMOOTH, smooth, pass, (2 * h + 1) * stat},
       {FLCE_BUF_COLUMN_SUM, sums_columns, pass, facts->column_sum_bytes},
@@ -220,8 +221,8 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
   const bool exp_form = plan->form == FLCE_FORM_EXP, padded = plan->hidden != problem->shape.hidden;
   const bool own_dx =
       plan->dx_gemm_dtype != plan->partial_dx_dtype || plan->gathers || padded || by_blocks(plan);
-  const int64_t dw_block = plan->dw_block_rows * width,
-                dx_block = plan->dx_block_rows * plan->hidden;
+  const int64_t dw_piece = plan->dw_piece_rows * width,
+                dx_piece = plan->dx_piece_rows * plan->hidden;
   const bool own_dw = plan->accum_dtype != plan->grad_weight_dtype || padded;
   const table_row rows[] = {
       {FLCE_BUF_ORDER, exp_form && (dw || db), pass, facts->order_bytes},
@@ -229,7 +230,7 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
       {FLCE_BUF_SCALED_X, dw && copies_weight_input(problem, plan), pass,
        chunk * plan->input_pitch * e},
       {FLCE_BUF_DW_ACCUM, dw && own_dw, pass, v * accum_row},
-      {FLCE_BUF_GEMM_BLOCK, true, pass, max64(dw ? dw_block : 0, dx_block) * e},
+      {FLCE_BUF_GEMM_PIECE, true, pass, max64(dw ? dw_piece : 0, dx_piece) * e},
       {FLCE_BUF_DB_ACCUM, db, pass, v * stat},
       {FLCE_BUF_DB_PARTS, db, pass, plan->bias_parts * v * stat},
       {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, chunk * stat},
@@ -320,6 +321,6 @@ void flce_list_buffers(const flce_problem* problem, const flce_facts* facts, flc
 /* ---- without a plan ---- */
 
 int64_t flce_cross_entropy_workspace_bytes(const flce_problem* problem) {
-  return FLCE_COEF_ROWS * problem->shape.tokens *
+  return FLCE_COEF_COUNT * problem->shape.tokens *
          flce_size_of(flce_stat_dtype(problem->dtypes.gemm));
 }

@@ -99,6 +99,23 @@ chunk flce_chunk_recomputed(const execution* e, int64_t first) {
   return c;
 }
 
+chunk flce_chunk_from_saved(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->backward_chunk_rows);
+  const chunk_matrix saved = saved_rows(e, first);
+  if (plan->form == FLCE_FORM_EXP) {
+    c.out = saved;
+    return c;
+  }
+  void* dz = buffer_ptr(e, FLCE_BUF_LOGITS);
+  c.z = saved; /* z, or E if plan->saves_exp: flce_dz_of_saved() tells grad_rows which */
+  c.out = plan->dz_in_saved ? in_place_of(e, &saved)
+                            : (chunk_matrix){dz, plan->dtype, plan->out_pitch, plan->out_pitch};
+  return c;
+}
+
+/* ---- blocks, in a backward or in a forward with save=grads ---- */
+
 chunk flce_rows_of_blocks(const execution* e, int64_t first) {
   const flce_plan* plan = e->plan;
   chunk c = chunk_of(e, first, plan->block_rows);
@@ -120,20 +137,5 @@ chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) 
   c.z = (chunk_matrix){memory, plan->z_dtype, pitch, pitch};
   c.out = in_place_of(e, &c.z);
   c.out.columns = pitch;
-  return c;
-}
-
-chunk flce_chunk_from_saved(const execution* e, int64_t first) {
-  const flce_plan* plan = e->plan;
-  chunk c = chunk_of(e, first, plan->backward_chunk_rows);
-  const chunk_matrix saved = saved_rows(e, first);
-  if (plan->form == FLCE_FORM_EXP) {
-    c.out = saved;
-    return c;
-  }
-  void* dz = buffer_ptr(e, FLCE_BUF_LOGITS);
-  c.z = saved; /* z, or E if plan->saves_exp: flce_dz_of_saved() tells grad_rows which */
-  c.out = plan->dz_in_saved ? in_place_of(e, &saved)
-                            : (chunk_matrix){dz, plan->dtype, plan->out_pitch, plan->out_pitch};
   return c;
 }

@@ -15,11 +15,12 @@ chunk flce_chunk_to_saved(const execution* e, int64_t first);
 
 /* Backward: its logits are computed again, and E or dz overwrites them. */
 chunk flce_chunk_recomputed(const execution* e, int64_t first);
-/* The rows whose gradients are computed block by block, without logits, and the block of their
- * logits from class `first_class` on, which E or dz overwrites. */
-chunk flce_rows_of_blocks(const execution* e, int64_t first);
-chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class);
 /* Backward: `saved` holds its E or z. */
 chunk flce_chunk_from_saved(const execution* e, int64_t first);
+
+/* Either pass: the rows whose gradients are computed block by block, without logits; and of these
+ * the block of classes from `first_class` on, whose logits E or dz overwrites. */
+chunk flce_rows_of_blocks(const execution* e, int64_t first);
+chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class);
 
 #endif

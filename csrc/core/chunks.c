@@ -147,8 +147,9 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
   return loop->tile_rows > tile && fit >= loop->tile_rows ? loop->tile_rows : tile;
 }
 
-/* The most rows of a chunk. Where the rows' other scratch takes more than their logits, as with few
- * classes and a large H, a tile whose logits fit max_memory fits. */
+/* The most rows of a chunk. row_bytes may be more than the logits of a row, as with few classes and
+ * a large H: scratch of fused_logits and a copy of x. Then a tile whose logits fit max_memory
+ * fits. */
 static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* loop, int64_t* fit) {
   int64_t of_logits = loop->max_memory / max64(loop->logits_bytes, 1);
   int64_t of_all = loop->max_memory / max64(loop->row_bytes, 1);

@@ -19,13 +19,19 @@
  * A divergence (distillation) computes a teacher's logits before the student's. Its forward makes
  * the losses alone, or the gradients too, by GEMMs or from samples. It has no backward.
  *
- * A step is a function of forward_steps.h, backward_steps.h or, for both, steps.h; for the gradient
- * GEMMs of gradients.h, for samples of samples.h, for the teacher of teacher.h, for a vocabulary
- * that ranks share of shards.h: without ranks those do nothing, or what the backend's function
- * does. Where a chunk's matrices are is said in chunk_memory.c. Steps know from the plan whether
- * kernels are fused, where the bias is added and which buffers there are. Form, dtypes and sizes
- * are decided in plan.c, and buffers.c has the table of buffers; the arithmetic is the backend's
- * (backend.h). */
+ * The functions called here are declared, by what they do, in
+ *
+ *   forward_steps.h, backward_steps.h   steps of a forward; of a backward and of blocks
+ *   steps.h                             steps of both
+ *   gradients.h, samples.h              the gradients, by GEMMs; by sampled entries
+ *   teacher.h                           the teacher of a divergence
+ *   shards.h                            a vocabulary that ranks share. Without ranks these do
+ *                                       nothing, or what the backend's function does
+ *   chunk_memory.h                      where the matrices of a chunk are
+ *
+ * Steps know from the plan whether kernels are fused, where the bias is added and which buffers
+ * there are. Form, dtypes and sizes are decided in plan.c, and buffers.c has the table of buffers;
+ * the arithmetic is the backend's (backend.h). */
 #include "core/backward_steps.h"
 #include "core/chunk_memory.h"
 #include "core/forward_steps.h"

@@ -15,6 +15,7 @@ void flce_count_gemm(void) {
 flce_status flce_run_gemm(const execution* e, flce_gemm gemm) {
   gemm.dtype = e->plan->dtype;
   flce_count_gemm();
-  CALL(e, gemm, &gemm, buffer_ptr(e, FLCE_BUF_GEMM), e->plan->buffers[FLCE_BUF_GEMM].bytes);
+  CALL(e, gemm, &gemm, buffer_ptr(e, FLCE_BUF_GEMM_WORKSPACE),
+       e->plan->buffers[FLCE_BUF_GEMM_WORKSPACE].bytes);
   return FLCE_OK;
 }

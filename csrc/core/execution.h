@@ -1,7 +1,7 @@
 /* The records of a call and of a chunk, and helpers that make the arguments of a backend's
  * functions from them: the lowest layer of the files that execute a plan. Above it are
  * chunk_memory.h, gradients.h, samples.h and shards.h, then steps.h, then forward_steps.h and
- * backward_steps.h, and above these engine.c. */
+ * backward_steps.h, then teacher.h, and above these engine.c. */
 #ifndef FLCE_EXECUTION_H
 #define FLCE_EXECUTION_H
 
@@ -150,7 +150,7 @@ typedef struct chunk {
    * or E if the plan saves_exp. */
   chunk_matrix z;
   chunk_matrix out; /* E or dz: what the gradient GEMMs read. It may overwrite z. */
-  void* coef;       /* [FLCE_COEF_ROWS][N] stat dtype, indexed as the rows' vectors */
+  void* coef;       /* [FLCE_COEF_COUNT][N] stat dtype, indexed as the rows' vectors */
   /* Of a divergence whose logits GEMM packs z of student and teacher: the teacher's, else NULL. */
   const flce_fused_call* packed_with;
 } chunk;

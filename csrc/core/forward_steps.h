@@ -26,7 +26,8 @@ flce_status flce_logits_with(const execution* e, const chunk* c, flce_beginning 
 flce_status flce_statistics(const execution* e, const chunk* c);
 /* The same; in form exp also E, into c->out. */
 flce_status flce_statistics_and_exp(const execution* e, const chunk* c);
-/* In form dz: E for the backward, into c->out, if that is what the plan saves. */
+/* In form dz: E for the backward, into c->out, if that is what the plan saves: in float16, where E
+ * has half the bytes of float32 logits. */
 flce_status flce_save_exp(const execution* e, const chunk* c);
 /* The statistics and losses of the whole vocabulary, from those of the ranks. */
 flce_status flce_exchange_statistics(const execution* e, const chunk* c);

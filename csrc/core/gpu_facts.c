@@ -177,8 +177,8 @@ static flce_status sample_bytes(const flce_problem* p, int64_t* bytes) {
 /* ---- facts ---- */
 
 /* The problem with H rounded up to `alignment`. If that changes H, x and W are copied to the
- * workspace, where they are aligned. dW and the saved rows are not copied, so weight_unaligned
- * stays. */
+ * workspace, where they are aligned. dW and the saved rows are not copied, so
+ * backward.has_unaligned stays. */
 static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
   flce_problem problem = *given;
   problem.shape.hidden = flce_ceil_div(given->shape.hidden, alignment) * alignment;

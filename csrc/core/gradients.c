@@ -22,27 +22,27 @@ static void* dx_rows_of(const execution* e, const chunk* c) {
 }
 
 /* Runs a GEMM that writes its accumulator, or adds to it where gemm.beta is 1; its rows have no
- * gaps. For a dtype of the accumulator that the GEMM cannot write, `block_rows` is not 0: so many
+ * gaps. For a dtype of the accumulator that the GEMM cannot write, `piece_rows` is not 0: so many
  * rows of the result at a time go to a buffer, from which add_block adds them. */
-static flce_status accumulate(const execution* e, flce_gemm gemm, int64_t block_rows) {
-  if (block_rows == 0) return flce_run_gemm(e, gemm);
+static flce_status accumulate(const execution* e, flce_gemm gemm, int64_t piece_rows) {
+  if (piece_rows == 0) return flce_run_gemm(e, gemm);
   const flce_plan* plan = e->plan;
-  void *accum = gemm.c, *block = buffer_ptr(e, FLCE_BUF_GEMM_BLOCK);
+  void *accum = gemm.c, *piece = buffer_ptr(e, FLCE_BUF_GEMM_PIECE);
   const void* a = gemm.a;
   int64_t rows = gemm.m, row_of_a = gemm.transpose_a ? 1 : gemm.pitch_a;
   if (gemm.beta == 0.0) CALL(e, fill, accum, 0, rows * gemm.n * flce_size_of(gemm.c_dtype));
   flce_dtype accum_dtype = gemm.c_dtype;
-  gemm.c = block;
+  gemm.c = piece;
   gemm.c_dtype = plan->dtype;
   gemm.beta = 0.0;
-  for (int64_t j = 0; j < rows; j += block_rows) {
-    gemm.m = min64(rows - j, block_rows);
+  for (int64_t j = 0; j < rows; j += piece_rows) {
+    gemm.m = min64(rows - j, piece_rows);
     gemm.a = element_ptr(a, j * row_of_a, plan->dtype);
     FLCE_TRY(flce_run_gemm(e, gemm));
     CALL(e, add_block,
          &(flce_add_block_args){.accum = element_ptr(accum, j * gemm.n, accum_dtype),
                                 .accum_dtype = accum_dtype,
-                                .block = block,
+                                .block = piece,
                                 .dtype = plan->dtype,
                                 .pitch = gemm.n,
                                 .rows = gemm.m,
@@ -67,7 +67,7 @@ flce_status flce_dx_gemm(const execution* e, const chunk* c) {
                     .c_dtype = e->plan->dx_gemm_dtype,
                     .beta = c->first_class > 0 ? 1.0 : 0.0,
                     .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)};
-  return accumulate(e, gemm, e->plan->dx_block_rows);
+  return accumulate(e, gemm, e->plan->dx_piece_rows);
 }
 
 /* Whether flce_finish_dx writes scaled_input, too: it reads x and its factors anyway. With blocks
@@ -87,7 +87,7 @@ flce_status flce_scale_input(const execution* e, const chunk* c) {
                                .out_pitch = h,
                                .x = input_of(e, c),
                                .dtype = e->plan->dtype,
-                               .coef = coef_row(e, c, exp_form ? FLCE_COEF_ROW : FLCE_COEF_VALID),
+                               .coef = coef_row(e, c, exp_form ? FLCE_COEF_EXP : FLCE_COEF_VALID),
                                .index = c->index,
                                .rows = c->rows,
                                .hidden = h});
@@ -135,7 +135,7 @@ static flce_status row_weights(const execution* e, const chunk* c, const void** 
   const float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
   *weights = scale ? scale + 4 : NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
-  *weights = coef_row(e, c, FLCE_COEF_ROW);
+  *weights = coef_row(e, c, FLCE_COEF_EXP);
   if (!e->plan->gathers) return FLCE_OK;
   void* gathered = buffer_ptr(e, FLCE_BUF_GATHERED_COEF);
   CALL(e, scale_rows,
@@ -181,7 +181,7 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
                     .shift = plan->dw_fp16_shift,
                     .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)};
   if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
-  return accumulate(e, gemm, plan->dw_block_rows);
+  return accumulate(e, gemm, plan->dw_piece_rows);
 }
 
 static flce_status bias_gradient(const execution* e, const chunk* c) {

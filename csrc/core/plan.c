@@ -11,7 +11,7 @@
  *   the sum of dW    over chunks: in which dtype, and by which kernel
  *   blocks           whether the gradients are made by blocks of rows and classes (blocks.c)
  *   chunks           their rows, from the bytes of a row (chunks.c). Over many chunks dW is summed
- *                    in a wider dtype, so this part is the last to change one
+ *                    in a wider dtype: this part may still change accum_dtype
  *   copies of x      where a chunk's rows of x are copied to
  *
  * From all of these follow the buffers and their offsets (buffers.c), and the costs
@@ -40,8 +40,8 @@ enum {
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */
   TOKEN_BYTES = 128,
-  /* Bytes of FLCE_BUF_GEMM_BLOCK: add_block reads it from the cache. */
-  GEMM_BLOCK_BYTES = 4 << 20,
+  /* Bytes of FLCE_BUF_GEMM_PIECE: add_block reads it from the cache. */
+  GEMM_PIECE_BYTES = 4 << 20,
   /* max_memory by default, on devices with 8 GiB or more. */
   DEFAULT_BYTES = 1 << 30,
 };
@@ -228,12 +228,12 @@ static void choose_gradients(const flce_problem* problem, const flce_facts* fact
 
 /* ---- the sum of dW over chunks ---- */
 
-/* Rows of FLCE_BUF_GEMM_BLOCK for a GEMM with `rows` rows of `columns` whose accumulator has this
+/* Rows of FLCE_BUF_GEMM_PIECE for a GEMM with `rows` rows of `columns` whose accumulator has this
  * dtype; 0 where it writes that itself. */
-static int64_t block_rows_of(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype,
-                             int64_t rows, int64_t columns) {
+static int64_t gemm_piece_rows(const flce_plan* plan, const flce_facts* facts, flce_dtype dtype,
+                               int64_t rows, int64_t columns) {
   if (gemm_writes(plan, facts, dtype)) return 0;
-  int64_t fit = GEMM_BLOCK_BYTES / (columns * flce_size_of(plan->dtype));
+  int64_t fit = GEMM_PIECE_BYTES / (columns * flce_size_of(plan->dtype));
   return min64(rows, max64(fit, TILE_ROWS));
 }
 
@@ -246,8 +246,8 @@ static void sum_dw_in(flce_dtype dtype, const flce_problem* problem, const flce_
                     problem->shape.frozen_hidden == 0 && !by_blocks(plan);
   plan->bias_parts = makes_both && dtype == plan->dtype ? facts->bias_parts : 0;
   bool sums = !gradients_are_sampled(plan);
-  plan->dw_block_rows =
-      sums ? block_rows_of(plan, facts, dtype, problem->shape.vocab, plan->weight_hidden) : 0;
+  plan->dw_piece_rows =
+      sums ? gemm_piece_rows(plan, facts, dtype, problem->shape.vocab, plan->weight_hidden) : 0;
 }
 
 static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
@@ -411,8 +411,8 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   plan->block_classes = block.classes;
   flce_choose_dtypes(problem, facts, plan);
   if (by_blocks(plan))
-    plan->dx_block_rows =
-        block_rows_of(plan, facts, plan->dx_gemm_dtype, plan->block_rows, plan->hidden);
+    plan->dx_piece_rows =
+        gemm_piece_rows(plan, facts, plan->dx_gemm_dtype, plan->block_rows, plan->hidden);
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
   FLCE_TRY(choose_backward_chunks(problem, facts, plan));
   widen_dw_sum(problem, facts, plan);

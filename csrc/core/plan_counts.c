@@ -17,8 +17,8 @@ static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) 
       int64_t rows = min64(plan->block_rows, problem->shape.rows - n),
               classes = min64(plan->block_classes, problem->shape.vocab - v);
       gemms++;
-      if (problem->wants.grad_input) gemms += gemms_of_rows(rows, plan->dx_block_rows);
-      if (problem->wants.grad_weight) gemms += gemms_of_rows(classes, plan->dw_block_rows);
+      if (problem->wants.grad_input) gemms += gemms_of_rows(rows, plan->dx_piece_rows);
+      if (problem->wants.grad_weight) gemms += gemms_of_rows(classes, plan->dw_piece_rows);
     }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   plan->forward_gemms = plan->chunks + (grads ? gemms : 0);
@@ -26,7 +26,7 @@ static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) 
 }
 
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
-  int64_t dw = plan->dw_block_rows ? ceil_div(problem->shape.vocab, plan->dw_block_rows) : 1;
+  int64_t dw = plan->dw_piece_rows ? ceil_div(problem->shape.vocab, plan->dw_piece_rows) : 1;
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
   if (by_blocks(plan)) {
     count_gemms_of_blocks(problem, plan);

@@ -20,7 +20,7 @@ static inline bool may_fuse_blocks(const flce_facts* facts, const flce_plan* pla
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
-/* True if the forward computes only statistics: nothing reads its logits or E. */
+/* True if the forward's loop over chunks needs only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
   bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || recomputes_logits(plan);
   return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->is_divergence;

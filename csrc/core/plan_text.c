@@ -7,20 +7,20 @@
 #include <string.h>
 
 /* The buffers' names, X(flce_buffer_id without FLCE_BUF_, its name). */
-#define FLCE_BUFFER_NAMES(X)                                                                      \
-  X(LOSS, loss), X(ROW_LOSS, row_loss), X(STATS, stats), X(SCALARS, scalars), X(SAVED, saved),    \
-      X(PREDICTIONS, predictions), X(CLASSES, classes), X(CLASS_LOGITS, class_logits),            \
-      X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight), X(GRAD_BIAS, grad_bias),            \
-      X(ROUNDED, rounded), X(INPUT_CAST, input_cast), X(WEIGHT_CAST, weight_cast),                \
-      X(BIAS_CAST, bias_cast), X(LOGITS, logits), X(DZ_SCALE, dz_unit), X(COEF, coef),            \
-      X(INDEX, index), X(GATHERED_X, gathered_x), X(GATHERED_COEF, gathered_coef),                \
-      X(DX_ROWS, dx_rows), X(SCALED_X, scaled_x), X(DW_ACCUM, dw_accum),                          \
-      X(GEMM_BLOCK, gemm_block), X(DB_ACCUM, db_accum), X(DB_PARTS, db_parts), X(SMOOTH, smooth), \
-      X(ORDER, order), X(SAMPLES, samples), X(SAMPLE_ORDER, sample_order),                        \
-      X(COLUMN_SUM, column_sum), X(FUSED, fused), X(GEMM, gemm_workspace), X(TEACHER, teacher),   \
-      X(DIVERGENCE, divergence), X(SHARD_INPUT, shard_input), X(SHARD_TARGET, shard_target),      \
-      X(SHARD_SCALARS, shard_scalars), X(SHARD_STATS, shard_stats), X(PARTIAL_DX, own_terms),     \
-      X(RECEIVED_DX, received_terms)
+#define FLCE_BUFFER_NAMES(X)                                                                       \
+  X(LOSS, loss), X(ROW_LOSS, row_loss), X(STATS, stats), X(SCALARS, scalars), X(SAVED, saved),     \
+      X(PREDICTIONS, predictions), X(CLASSES, classes), X(CLASS_LOGITS, class_logits),             \
+      X(GRAD_INPUT, grad_input), X(GRAD_WEIGHT, grad_weight), X(GRAD_BIAS, grad_bias),             \
+      X(ROUNDED, rounded), X(INPUT_CAST, input_cast), X(WEIGHT_CAST, weight_cast),                 \
+      X(BIAS_CAST, bias_cast), X(LOGITS, logits), X(DZ_SCALE, dz_scale), X(COEF, coef),            \
+      X(INDEX, index), X(GATHERED_X, gathered_x), X(GATHERED_COEF, gathered_coef),                 \
+      X(DX_ROWS, dx_rows), X(SCALED_X, scaled_x), X(DW_ACCUM, dw_accum),                           \
+      X(GEMM_PIECE, gemm_piece), X(DB_ACCUM, db_accum), X(DB_PARTS, db_parts), X(SMOOTH, smooth),  \
+      X(ORDER, order), X(SAMPLES, samples), X(SAMPLE_ORDER, sample_order),                         \
+      X(COLUMN_SUM, column_sum), X(FUSED, fused), X(GEMM_WORKSPACE, gemm_workspace),               \
+      X(TEACHER, teacher), X(DIVERGENCE, divergence), X(SHARD_INPUT, shard_input),                 \
+      X(SHARD_TARGET, shard_target), X(SHARD_SCALARS, shard_scalars), X(SHARD_STATS, shard_stats), \
+      X(PARTIAL_DX, partial_dx), X(RECEIVED_DX, received_dx)
 #define FLCE_NAME(id, name) [FLCE_BUF_##id] = #name
 static const char* const kBuffers[FLCE_BUF_COUNT] = {FLCE_BUFFER_NAMES(FLCE_NAME)};
 #undef FLCE_NAME
@@ -30,8 +30,8 @@ static const struct {
 } kCollectives[FLCE_COLLECTIVES] = {
     [FLCE_ALL_GATHER_INPUT] = {"input", "all-gather"},
     [FLCE_ALL_GATHER_STATISTICS] = {"statistics", "all-gather"},
-    [FLCE_ALL_TO_ALL_DX] = {"input_terms", "all-to-all"},
-    [FLCE_ALL_GATHER_DX] = {"summed_input", "all-gather"},
+    [FLCE_ALL_TO_ALL_DX] = {"partial_dx", "all-to-all"},
+    [FLCE_ALL_GATHER_DX] = {"summed_dx", "all-gather"},
 };
 
 /* Appends to `text` as snprintf does. *used counts the whole text, also what did not fit. */

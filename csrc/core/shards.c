@@ -3,10 +3,10 @@
  * part (partial_grad_input).
  *
  * A rank runs the passes and GEMMs on its own classes, with substitute columns for the targets of
- * others (backend.h). The ranks exchange (1) the statistics of the rows, by an all-gather, which
- * with save=grads and form exp runs during the GEMM of dX, because E does not depend on them; (2)
- * their partial dX, by an all-to-all, a sum in the order of the ranks, and an all-gather; (3) x,
- * by an all-gather, if the caller's is sharded by tokens. */
+ * others (backend_args.h). The ranks exchange (1) the statistics of the rows, by an all-gather,
+ * which with save=grads and form exp runs during the GEMM of dX, because E does not depend on them;
+ * (2) their partial dX, by an all-to-all, a sum in the order of the ranks, and an all-gather; (3)
+ * x, by an all-gather, if the caller's is sharded by tokens. */
 #include "core/shards.h"
 
 #include "core/plan_rules.h"

@@ -20,8 +20,8 @@ typedef struct shard_call {
   const void* local_scalars;
 } shard_call;
 
-/* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies; of one rank
- * e->shard becomes NULL. Begins and completes the all-gather of x, if the call reads it. */
+/* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies. Begins and
+ * completes the all-gather of x, if the call reads it. Does nothing where e->shard is NULL. */
 flce_status flce_open_shard(execution* e, bool reads_input);
 /* `status`, that of the call. Every call ends here, so that no failure leaves a collective in
  * flight whose buffers the caller frees. */

@@ -91,7 +91,6 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c) {
 
 /* ---- gradients ---- */
 
-/* The exchange of dX begins as soon as its last chunk is complete. */
 flce_status flce_finish_chunk_dx(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_dx(e, c));
   if (c->first + c->rows < e->problem->shape.rows) return FLCE_OK;

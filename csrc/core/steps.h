@@ -1,9 +1,9 @@
 /* The steps that the strategies of engine.c are made of: here those that forwards and backwards
- * share; forward_steps.h and backward_steps.h have the others, each in the order of a call. A step
- * keeps its choice between fused and separate kernels, of what bias, softcap or float16 need, and
- * of a rank without a class; which steps a strategy has is engine.c's. The steps of gradients are
- * in gradients.h, those of sampled ones in samples.h, those between ranks in shards.h, those of a
- * divergence in teacher.h. */
+ * share; forward_steps.h and backward_steps.h have the others, each in the order of a call. The
+ * choice between fused and separate kernels, of what bias, softcap or float16 need, and of what a
+ * rank without a class leaves out is made inside a step; which steps there are is decided in
+ * engine.c. The steps of gradients are in gradients.h, those of sampled ones in samples.h, those
+ * between ranks in shards.h, those of a divergence in teacher.h. */
 #ifndef FLCE_STEPS_H
 #define FLCE_STEPS_H
 
@@ -29,9 +29,9 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c);
 
 /* ---- gradients ---- */
 
-/* The chunk's dX from the result of its GEMM. */
+/* flce_finish_dx, and after the last chunk the beginning of the ranks' exchange of dX. */
 flce_status flce_finish_chunk_dx(const execution* e, const chunk* c);
-/* The chunk's dX from the result of its GEMM, and its dW and db, added to those of the others. */
+/* flce_finish_chunk_dx, and the chunk's dW and db, added to those of the others. */
 flce_status flce_add_gradients(const execution* e, const chunk* c);
 /* After the last chunk: what no GEMM computes, the sum of dX over the ranks, rounding. */
 flce_status flce_finish_gradients(const execution* e);

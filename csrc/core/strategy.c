@@ -1,4 +1,4 @@
-/* flce_choose_strategies: what save=auto is, from what is known of a problem before its rows are.
+/* flce_choose_strategies: what save=auto is, from all of a problem but the number of its rows.
  * Pure, as plan.c. */
 #include "backend.h"
 #include "core/chunks.h"
@@ -35,10 +35,13 @@ flce_save flce_known_strategy(const flce_problem* problem) {
   return problem->sampling.wanted && automatic ? FLCE_SAVE_SAMPLES : problem->save;
 }
 
-/* The forward must not make gradients in three cases: the backward adds to the caller's; a compiled
- * backward gets zeros in place of no gradient of lse or entropy, and would compute all again;
- * float16 cannot hold gradients whose size is not known before, of probabilities that are not
- * normalized and of a large z-loss. */
+/* The forward must not make gradients in four cases:
+ * - the losses of rows are not reduced, so each has a grad_output of its own;
+ * - the backward adds dW to the caller's gradient;
+ * - lse, entropy or logits of classes may be differentiated in a compiled graph, whose backward
+ * gets zeros in place of no gradient of them, and would compute all again;
+ * - float16, with probabilities, which need not be normalized, or a large z-loss: no bound of the
+ *   gradients is known, and without one they may exceed its range. */
 static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
   bool unbounded = problem->has.probabilities || problem->loss.z_loss > F16_Z_LOSS;
   bool late = problem->graph.accumulates ||

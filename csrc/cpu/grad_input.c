@@ -60,7 +60,7 @@ static void grad_input_row(const grad_input_job* job, int64_t r, int64_t i) {
   int64_t pitch = rows->stat_pitch, hidden = call->hidden, cols = call->cols;
   double row = 1.0, target = 0.0, smooth = 0.0;
   if (rows->coef) {
-    row = flce_load(rows->coef, job->stat, FLCE_COEF_ROW * pitch + i);
+    row = flce_load(rows->coef, job->stat, FLCE_COEF_EXP * pitch + i);
     target = flce_load(rows->coef, job->stat, FLCE_COEF_TARGET * pitch + i);
     smooth = flce_load(rows->coef, job->stat, FLCE_COEF_SMOOTH * pitch + i);
   }
@@ -107,7 +107,7 @@ flce_status flce_cpu_finish_grad_input(void* self, const flce_grad_input_args* c
   flce_cpu_parallel(self, call->rows->rows, call->hidden, grad_input_range, &job);
   if (!call->scaled_x) return FLCE_OK;
   const void* coef =
-      flce_const_at(call->rows->coef, job.stat, FLCE_COEF_ROW * call->rows->stat_pitch);
+      flce_const_at(call->rows->coef, job.stat, FLCE_COEF_EXP * call->rows->stat_pitch);
   const flce_scale_rows_args scaled = {.out = call->scaled_x,
                                        .x = call->x,
                                        .coef = coef,

@@ -36,7 +36,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
     other += k * 2.0 * options->z_loss * flce_load(rows->scalars, stat, FLCE_SCALAR_Z_FACTOR) *
              row_stat(pass, FLCE_STAT_LSE, i);
   other += upstream_of(upstream->lse, stat, i, 0.0);
-  coef[FLCE_COEF_ROW] = a * (own + other) * inv_sum;
+  coef[FLCE_COEF_EXP] = a * (own + other) * inv_sum;
   if (rows->target) {
     /* r p_y - own with p_y = exp(-nll), arranged so that p_y - 1 does not cancel. */
     double nll = row_stat(pass, FLCE_STAT_NLL, i);
@@ -51,7 +51,7 @@ static void valid_coefficients(const coef_pass* job, int64_t i, double* coef) {
     coef[FLCE_COEF_SOFT] = a * k * (1.0 - s);
   }
   if (upstream->of_dz) {
-    coef[FLCE_COEF_ROW] = 1.0;
+    coef[FLCE_COEF_EXP] = 1.0;
     coef[FLCE_COEF_TARGET] = 0.0;
   }
   coef[FLCE_COEF_SMOOTH] = a * k * per_class;
@@ -73,12 +73,12 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const f
     int64_t i = flce_row_index(rows, r);
     flce_row_kind kind = flce_row_kind_at(rows, i);
     if (kind == FLCE_ROW_ABSENT) continue;
-    double values[FLCE_COEF_ROWS] = {0};
+    double values[FLCE_COEF_COUNT] = {0};
     if (kind == FLCE_ROW_VALID)
       valid_coefficients(&job, i, values);
     else if (kind == FLCE_ROW_OUT_OF_RANGE)
-      flce_fill(values, FLCE_F64, NAN, FLCE_COEF_ROWS);
-    for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
+      flce_fill(values, FLCE_F64, NAN, FLCE_COEF_COUNT);
+    for (int64_t c = 0; c < FLCE_COEF_COUNT; c++)
       flce_store(coef, stat, c * rows->stat_pitch + i, values[c]);
   }
   return FLCE_OK;
@@ -89,12 +89,12 @@ flce_status flce_cpu_row_coefficients(void* self, const flce_rows* rows, const f
 static double bound_of_dz(const row_pass* pass, const float* coef, int64_t i, double top_weight) {
   const flce_rows* rows = pass->rows;
   const flce_row_classes* classes = &rows->classes;
-  double size[FLCE_COEF_ROWS], of_classes = 0.0;
+  double size[FLCE_COEF_COUNT], of_classes = 0.0;
   for (int64_t k = 0; classes->grads && k < classes->count; k++)
     of_classes += fabs((double)((const float*)classes->grads)[i * classes->count + k]);
-  for (int64_t c = 0; c < FLCE_COEF_ROWS; c++)
+  for (int64_t c = 0; c < FLCE_COEF_COUNT; c++)
     size[c] = fabs((double)coef[c * rows->stat_pitch + i]);
-  double factor = size[FLCE_COEF_ROW];
+  double factor = size[FLCE_COEF_EXP];
   if (rows->wants_entropy)
     factor += size[FLCE_COEF_ENTROPY] * (1.0 + row_stat(pass, FLCE_STAT_ENTROPY, i));
   return factor / row_stat(pass, FLCE_STAT_INV_SUM, i) + size[FLCE_COEF_TARGET] +
@@ -121,7 +121,7 @@ flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void*
   double u = ldexp(1.0, bits < kMostBits ? bits : kMostBits);
   for (int64_t r = 0; r < rows->rows; r++) {
     int64_t i = flce_row_index(rows, r);
-    for (int64_t c = 0; i >= 0 && c < FLCE_COEF_ROWS; c++)
+    for (int64_t c = 0; i >= 0 && c < FLCE_COEF_COUNT; c++)
       if (c != FLCE_COEF_VALID) values[c * rows->stat_pitch + i] *= (float)u;
   }
   for (int64_t k = 0; k < 4 + weights; k++) scale[k] = (float)(1.0 / u);

@@ -18,7 +18,7 @@ static inline row_terms flce_cpu_row_terms(const row_pass* pass, const flce_logi
                      .row = pass->scale,
                      .capped = map->curve != FLCE_LINE};
   if (!pass->rows->coef) return terms;
-  terms.row = row_coef(pass, FLCE_COEF_ROW, i);
+  terms.row = row_coef(pass, FLCE_COEF_EXP, i);
   terms.entropy = row_coef(pass, FLCE_COEF_ENTROPY, i);
   terms.smooth = row_coef(pass, FLCE_COEF_SMOOTH, i);
   terms.soft = row_coef(pass, FLCE_COEF_SOFT, i);
@@ -49,7 +49,7 @@ static inline void flce_cpu_refer_to_tail(const row_pass* pass, int64_t i, row_t
   terms->tail_of_target = factor * row_stat(pass, FLCE_STAT_SLOPE, i) * e_y;
 }
 
-/* e (ROW + ENTROPY (m - l)), or 0 if e is 0: there l may be -inf. */
+/* e (EXP + ENTROPY (m - l)), or 0 if e is 0: there l may be -inf. */
 INLINE double flce_cpu_pushed(const row_terms* terms, double e, double l) {
   return e == 0.0 ? 0.0
                   : e * (terms->row + terms->entropy * (terms->mean_logit + (terms->offset - l)));

@@ -34,7 +34,7 @@ static bool has_entropy(const row_pass* pass, int64_t i) {
 /* dz from rows of exp(l - c), of which l - c is the logarithm, with the entropy's gradient. */
 static void entropy_gradient(const row_pass* pass, int64_t r, int64_t i, int64_t y) {
   const flce_rows* rows = pass->rows;
-  double row = row_coef(pass, FLCE_COEF_ROW, i), pull = row_coef(pass, FLCE_COEF_ENTROPY, i);
+  double row = row_coef(pass, FLCE_COEF_EXP, i), pull = row_coef(pass, FLCE_COEF_ENTROPY, i);
   double smooth = row_coef(pass, FLCE_COEF_SMOOTH, i),
          entropy = row_stat(pass, FLCE_STAT_ENTROPY, i);
   double inv_sum = row_stat(pass, FLCE_STAT_INV_SUM, i), nll = row_stat(pass, FLCE_STAT_NLL, i);

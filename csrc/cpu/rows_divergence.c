@@ -90,10 +90,10 @@ INLINE void divergence_span(flce_dtype stat, const divergence_pass* pass, diverg
   row->sums[FLCE_DIVERGENCE_MASS] += mass;
 }
 
-/* a k: ROW without INV_SUM; 0 where all l of a rank are -inf. */
+/* a k: EXP without INV_SUM; 0 where all l of a rank are -inf. */
 static double row_gradient_factor(const divergence_pass* pass, const divergence_row* row) {
   double inv_sum = row->inv_sum[0];
-  return inv_sum > 0.0 ? row_coef(&pass->student, FLCE_COEF_ROW, row->i) / inv_sum : 0.0;
+  return inv_sum > 0.0 ? row_coef(&pass->student, FLCE_COEF_EXP, row->i) / inv_sum : 0.0;
 }
 
 /* The sums of a row over its classes or, with `writes`, its dz. */

@@ -101,16 +101,16 @@ static double weighted_gap_sum(const row_pass* pass, const void* z, double offse
 /* ---- statistics ---- */
 
 static void store_stats(const flce_rows* rows, flce_dtype stat, int64_t i,
-                        const double values[FLCE_STAT_ROWS]) {
-  for (int64_t k = 0; k < FLCE_STAT_ROWS; k++)
+                        const double values[FLCE_STAT_COUNT]) {
+  for (int64_t k = 0; k < FLCE_STAT_COUNT; k++)
     flce_store(rows->stats, stat, k * rows->stat_pitch + i, values[k]);
 }
 
 /* Stores the statistics of a row that is ignored (value 0) or whose target is out of range (value
  * NaN). */
 void flce_cpu_blank_stats(const flce_rows* rows, flce_dtype stat, int64_t i, double value) {
-  double values[FLCE_STAT_ROWS];
-  flce_fill(values, FLCE_F64, value, FLCE_STAT_ROWS);
+  double values[FLCE_STAT_COUNT];
+  flce_fill(values, FLCE_F64, value, FLCE_STAT_COUNT);
   store_stats(rows, stat, i, values);
   if (rows->loss) flce_store(rows->loss, stat, i, value);
   if (rows->predictions) rows->predictions[i] = -1;

@@ -29,7 +29,7 @@ static inline double sample_factor(const flce_rows* rows, int64_t i, const int32
   const float *stats = (const float*)rows->stats + i, *coef = (const float*)rows->coef + i;
   float inv_sum = stats[FLCE_STAT_INV_SUM * rows->stat_pitch], least = (float)eps / inv_sum;
   float e = flce_float_of((uint32_t)pair[1]);
-  double row = (double)coef[FLCE_COEF_ROW * rows->stat_pitch];
+  double row = (double)coef[FLCE_COEF_EXP * rows->stat_pitch];
   if (rows->wants_entropy)
     row -= (double)coef[FLCE_COEF_ENTROPY * rows->stat_pitch] *
            ((double)stats[FLCE_STAT_ENTROPY * rows->stat_pitch] + log((double)e * (double)inv_sum));

@@ -23,14 +23,16 @@ def of_flce(name: str, early: bool = False, chunks: int = 1, **settings) -> Adap
         return flce.linear_cross_entropy(x, w, y, linear_bias=bias, **options, **settings)
 
     def rounds(case, device):
-        """Of docs/environment.md, csrc/core/plan.c (form) and csrc/backend.h. Form exp: E, the
-        scaled rows of x, their product. float16 is computed in float32 on the CPU."""
+        """What is rounded to the operands' dtype (docs/environment.md; forms: csrc/core/plan.c).
+        Form exp: E, the rows of x times their factors, a GEMM's product of these. Form dz: dz, and
+        on the CPU the product of a chunk where several are summed. float16: the CPU computes in
+        float32; a GPU may save E, from which it makes dz."""
         cpu, half = device.type == "cpu", case.dtype == "float16"
         results = 1 + (early and case.reduction != "none" and case.upstream not in ("one", "zero"))
         if half:
             return Rounding(0, 0, 0, results) if cpu else Rounding(0, 1, 1, results)
         logits = int(cpu and case.dtype == "bfloat16")
-        if case.softcap and case.label_smoothing:  # form dz; a chunk's product
+        if case.softcap and case.label_smoothing:  # form dz
             return Rounding(logits, 0, 1 + (cpu and chunks > 1), results)
         return Rounding(logits, 3, 0, results)
 

@@ -19,7 +19,7 @@ from .truth import UNIT, Rounding, Truth, truth
 LISTED = 5  # failures of a group that a record describes
 GROSS = 4.0  # tolerances
 PARALLEL = 2**18  # elements of x, w and logits from which a case uses all of torch's threads
-MOVED = 0.5  # an error of a logit by its rounding that leaves a case undecided which does not fail
+MOVED = 0.5  # a case that passes is undecided if the declared rounding may move a logit by more
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from .._C import call_keeping, getenv
 from ..operators import library
 
 _in_flight = threading.local()  # .works: {(group, id): Work}; a backward has a thread of its own
-_IDS = ("input", "statistics", "input_terms", "summed_input")  # flce_collective_id, as in flce.plan
+_IDS = ("input", "statistics", "partial_dx", "summed_dx")  # flce_collective_id, as in flce.plan
 # torch 2.13 renames the function.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 compared = weakref.WeakSet()  # groups whose class ranges are not compared any more

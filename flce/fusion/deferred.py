@@ -168,7 +168,8 @@ def with_graph(function, args, kwargs, handle):
     if type(result) is DeferredStep:
         return _step_by_torch(function, args, kwargs, result)
     if isinstance(result, tuple):
-        # Each on its own: the backward of torch's function makes zeros for those without a loss.
+        # Each piece as a view of its own, not by one call of the function, whose backward makes
+        # zeros for the pieces that no loss reads.
         values = tuple(_step_by_torch(step.view, args[:1], {}, step) for step in result)
         return iter(values) if function is torch.Tensor.__iter__ else values
     if _is_deferred_tensor(result) or not result.requires_grad:
@@ -226,7 +227,8 @@ device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device new_zer
 new_empty new_tensor __hash__ _is_view register_hook retain_grad""")
 _OF_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_METADATA |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__}
-# A TorchDispatchMode calls it for a Tensor that autograd has saved, not below autograd.
+# It comes by the path that gradient.GradientOfLogits.__torch_function__ names, for a Tensor that
+# autograd has saved, but not below autograd: is_in_dispatch() does not tell.
 _OF_METADATA |= {torch.ops.aten.detach.default}
 
 
@@ -254,8 +256,8 @@ _FACTORIES = {
 
 # Operators that give the shape of the step that they make, in memory of their own, and its dtype or
 # that of their operand: they need not be asked on the meta device.
-_OF_ROWS = {getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp", "clone")}
-_OF_ROWS = {getattr(packet, name) for packet in _OF_ROWS for name in packet.overloads()}
+_PACKETS = [getattr(torch.ops.aten, name) for name in ("div", "mul", "neg", "tanh", "exp", "clone")]
+_SAME_LAYOUT = {getattr(packet, name) for packet in _PACKETS for name in packet.overloads()}
 _VIEW = torch.ops.aten.view.default
 _SOFTMAXES = {torch.ops.aten._log_softmax.default, torch.ops.aten._softmax.default}
 
@@ -350,7 +352,7 @@ def _known_layout(function, deferred, record, tensors, args, kwargs):
     arguments that are Tensors."""
     if record is None:
         return None
-    is_of_rows = function in _OF_ROWS and _are_contiguous_rows(record, tensors, kwargs)
+    is_of_rows = function in _SAME_LAYOUT and _are_contiguous_rows(record, tensors, kwargs)
     if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred_tensor, tensors)):
         dtype = deferred.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)
@@ -375,8 +377,9 @@ def _by_value(value):
 
 
 def _are_contiguous_rows(record, operands, options):
-    """Whether an operator of _OF_ROWS gives contiguous values of the record's shape, which is that
-    of the last operator: reshape copies rows in the shape that they have before it."""
+    """Whether an operator of _SAME_LAYOUT gives contiguous values of the record's shape. A step may
+    be several operators, and the record has the shape after the last one: `reshape` of rows with
+    gaps is a clone, in the shape of its operand, and then a view."""
     layouts = [tensor._flce.layout_of for tensor in operands if _is_deferred_tensor(tensor)]
     is_copy = options.get("memory_format") is torch.contiguous_format
     return all(

@@ -91,7 +91,9 @@ class GradientOfLogits(torch.Tensor):
         args, kwargs = (args, kwargs or {})
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_real, (args, kwargs))
-        # A TorchDispatchMode calls an operator of autograd's again, below autograd.
+        # Python code has called it; or, with a TorchDispatchMode on, an operator of autograd's own
+        # came to the mode's __torch_dispatch__, which has called it again and so come here. That
+        # runs below autograd, and is_of_python stays False.
         before, _state.is_of_python = _state.is_of_python, not torch_private.is_in_dispatch()
         try:
             with torch_private.without_torch_function():
@@ -225,7 +227,7 @@ def _pass_on(function, args, kwargs):
     each term passes it on its own."""
     gradients = instances_in(GradientOfLogits, (args, kwargs))
     device = gradients[0].summands.device
-    linear = _LinearOperator(function, *mapped(_node_or_value, (args, kwargs)))
+    linear = _LinearOperator(function, *mapped(_by_deferred_value, (args, kwargs)))
     like = _Like.of(function, args) or _meta_of(function, linear.args, linear.kwargs)
     if function in _FACTORIES:
         return GradientOfLogits(like, Summands(device))
@@ -239,7 +241,8 @@ def _pass_on(function, args, kwargs):
     return GradientOfLogits(like, Summands(device, terms, sum_of_tensors(tensors)))
 
 
-def _node_or_value(value):
+def _by_deferred_value(value):
+    """The DeferredValue of a deferred Tensor; any other argument itself."""
     return getattr(value, "_flce", value) if isinstance(value, torch.Tensor) else value
 
 

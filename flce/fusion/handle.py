@@ -174,7 +174,7 @@ class Fusion:
             self.fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
 
     def _needs_no_labels(self):
-        """With when="always" under torch.compile, which lets a checkpoint have no side effects."""
+        """With when="always" under torch.compile, which forbids side effects in a checkpoint."""
         return self.when == "always" and is_compiling()
 
     def _heads(self):

@@ -11,8 +11,8 @@ from torch.compiler import is_compiling
 from .. import torch_private
 
 SCALE, BIAS, CLASSES, CAST = "scale", "bias", "classes", "cast"
-# Curves that cap the logits: {name of torch's function, the kind of its step: the option that
-# cap curve(z / cap) is}.
+# Curves that cap the logits: {torch's function: the option whose value is `cap` in
+# cap curve(z / cap)}; the name is also the kind of the step.
 CAPS = {"tanh": "softcap"}
 # What values are, where they are not logits z with the classes last: of p = softmax(z); (B, V, T)
 # for F.cross_entropy; (..., groups, V / groups), with a loss for each group.
@@ -30,9 +30,13 @@ def require(is_known):
 
 
 class Step(typing.NamedTuple):
-    """One operation on every row alike. kind: one of the names above, of CAPS or of FORMS. value:
-    the factor (of forms too), None, the vector, (start, stop), the dtype. compute: the operation
-    itself, on real values (..., V)."""
+    """One operation on every row alike. compute: the operation itself, on real values (..., V).
+
+    kind, one of the names above, and its value:
+    SCALE: the factor. BIAS: the vector (V,). CLASSES: (start, stop). CAST: the dtype.
+    one of CAPS: 1, which is not read.
+    one of FORMS: the factor of its values, 1 but for products of scaled ones.
+    """
 
     kind: str
     value: object

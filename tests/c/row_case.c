@@ -221,15 +221,15 @@ void check_truth(const setting* s, const data* d) {
 
 result make_result(const setting* s, const data* d) {
   result r = {test_buffer(s->dtype, d->z_count),
-              test_buffer(d->stat, FLCE_STAT_ROWS * TOKENS),
+              test_buffer(d->stat, FLCE_STAT_COUNT * TOKENS),
               test_buffer(d->stat, TOKENS),
-              test_buffer(d->stat, FLCE_COEF_ROWS * TOKENS),
+              test_buffer(d->stat, FLCE_COEF_COUNT * TOKENS),
               {0}};
   memset(r.out, SENTINEL, (size_t)(d->z_count * flce_size_of(s->dtype)));
   if (s->in_place) memcpy(r.out, d->z, (size_t)(d->z_count * flce_size_of(s->dtype)));
-  flce_fill(r.stats, d->stat, UNTOUCHED, FLCE_STAT_ROWS * TOKENS);
+  flce_fill(r.stats, d->stat, UNTOUCHED, FLCE_STAT_COUNT * TOKENS);
   flce_fill(r.loss, d->stat, UNTOUCHED, TOKENS);
-  flce_fill(r.coef, d->stat, UNTOUCHED, FLCE_COEF_ROWS * TOKENS);
+  flce_fill(r.coef, d->stat, UNTOUCHED, FLCE_COEF_COUNT * TOKENS);
   for (int64_t i = 0; i < TOKENS; i++) r.predictions[i] = UNTOUCHED;
   return r;
 }

@@ -232,10 +232,10 @@ static gradient_case make_gradient_case(flce_dtype dtype, int64_t count, bool eq
   for (int64_t k = 0; k < TOKENS * count; k++)
     flce_store(g.z, c->stat, k, flce_load(of_class, c->stat, (uint64_t)c->ids[k] % 8192));
   free(of_class);
-  g.stats = test_buffer(c->stat, FLCE_STAT_ROWS * TOKENS);
-  for (int64_t k = 0; k < FLCE_STAT_ROWS * TOKENS; k++)
+  g.stats = test_buffer(c->stat, FLCE_STAT_COUNT * TOKENS);
+  for (int64_t k = 0; k < FLCE_STAT_COUNT * TOKENS; k++)
     flce_store(g.stats, c->stat, k, test_uniform(0.25, 1.0));
-  g.coef = test_fill_normal(c->stat, FLCE_COEF_ROWS * TOKENS, 1.0);
+  g.coef = test_fill_normal(c->stat, FLCE_COEF_COUNT * TOKENS, 1.0);
   for (int64_t i = 0; i < TOKENS; i++) {
     flce_store(g.coef, c->stat, FLCE_COEF_SOFT * TOKENS + i, 0.0);
     if (!general) flce_store(g.coef, c->stat, FLCE_COEF_ENTROPY * TOKENS + i, 0.0);
@@ -278,7 +278,7 @@ static bool expected_gradient(const gradient_case* g, int64_t i, int64_t j, doub
   double entropy = e * COEF(FLCE_COEF_ENTROPY) * (mean - l),
          smooth = weight * COEF(FLCE_COEF_SMOOTH);
   bool own = c->target[i] == j;
-  double row = own ? 0.0 : e * COEF(FLCE_COEF_ROW), target = own ? COEF(FLCE_COEF_TARGET) : 0.0;
+  double row = own ? 0.0 : e * COEF(FLCE_COEF_EXP), target = own ? COEF(FLCE_COEF_TARGET) : 0.0;
 #undef STAT
 #undef COEF
   *value = sum + target + slope * (row + entropy - smooth);
@@ -376,9 +376,9 @@ static void test_tail(flce_dtype dtype, int64_t count, bool indexed, bool all) {
   view.z_dtype = dtype, view.z_pitch = VOCAB + PAD;
   view.index = indexed ? c.index : NULL;
   view.stat_pitch = TOKENS;
-  void* stats[] = {test_fill_normal(c.stat, FLCE_STAT_ROWS * TOKENS, 1.0), NULL};
-  int64_t bytes = FLCE_STAT_ROWS * TOKENS * flce_size_of(c.stat);
-  stats[1] = test_buffer(c.stat, FLCE_STAT_ROWS * TOKENS);
+  void* stats[] = {test_fill_normal(c.stat, FLCE_STAT_COUNT * TOKENS, 1.0), NULL};
+  int64_t bytes = FLCE_STAT_COUNT * TOKENS * flce_size_of(c.stat);
+  stats[1] = test_buffer(c.stat, FLCE_STAT_COUNT * TOKENS);
   memcpy(stats[1], stats[0], (size_t)bytes);
   for (int threads = 0; threads < 2; threads++) {
     view.stats = stats[threads];

@@ -27,7 +27,7 @@ static side make_side(const setting* s, const int64_t* target, const side* other
   flce_dtype stat = flce_stat_dtype(s->dtype);
   side made = {.z = test_fill_normal(s->dtype, TOKENS * PITCH, 2.0),
                .bias = test_fill_normal(stat, VOCAB, 1.0),
-               .stats = test_buffer(stat, FLCE_STAT_ROWS * TOKENS),
+               .stats = test_buffer(stat, FLCE_STAT_COUNT * TOKENS),
                .loss = test_buffer(stat, TOKENS)};
   for (int64_t k = 0; other && s->near > 0.0 && k < TOKENS * PITCH; k++)
     flce_store(made.z, s->dtype, k,
@@ -133,7 +133,7 @@ static void check(const setting* s, int threads) {
   int64_t target[TOKENS] = {7, IGNORE_INDEX, VOCAB - 1, 0, VOCAB, 2050};
   side student = make_side(s, target, NULL), teacher = make_side(s, target, &student);
   void *z = test_buffer(s->dtype, TOKENS * PITCH),
-       *coef = test_buffer(stat, FLCE_COEF_ROWS * TOKENS);
+       *coef = test_buffer(stat, FLCE_COEF_COUNT * TOKENS);
   memcpy(z, student.z, TOKENS * PITCH * flce_size_of(s->dtype));
   run(s, threads, &student, &teacher, coef);
   for (int64_t r = 0; r < TOKENS; r++) {
@@ -199,8 +199,8 @@ static double dz_of_two_classes(flce_dtype dtype, double factor) {
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
   const int64_t target = 0;
-  void *z = test_buffer(dtype, 2), *stats = test_buffer(dtype, FLCE_STAT_ROWS);
-  void *loss = test_buffer(dtype, 1), *coef = test_buffer(dtype, FLCE_COEF_ROWS);
+  void *z = test_buffer(dtype, 2), *stats = test_buffer(dtype, FLCE_STAT_COUNT);
+  void *loss = test_buffer(dtype, 1), *coef = test_buffer(dtype, FLCE_COEF_COUNT);
   void *upstream = test_buffer(dtype, 1), *dz = test_buffer(dtype, 2);
   flce_fill(z, dtype, 0.0, 2);
   flce_store(upstream, dtype, 0, factor);

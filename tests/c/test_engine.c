@@ -81,7 +81,7 @@ static void test_gathered(void) {
         check_run(&all, &m, &a);
         check_run(&some, &m, &b);
         int64_t tokens = all.problem.shape.tokens, stat = flce_size_of(stat_of(&all));
-        CHECK(test_same(a.t.stats, b.t.stats, FLCE_STAT_ROWS * tokens * stat) &&
+        CHECK(test_same(a.t.stats, b.t.stats, FLCE_STAT_COUNT * tokens * stat) &&
                   test_same(a.t.predictions, b.t.predictions, tokens * 8) &&
                   test_same(a.t.loss, b.t.loss, stat),
               "gathering %lld rows changes statistics, dtype %d save %d", (long long)rows, dtype,
@@ -328,7 +328,7 @@ static void test_cross_entropy(void) {
                            .target = m.target,
                            .class_weight = s.problem.has.class_weight ? m.class_weight : NULL,
                            .loss = malloc((size_t)(n * stat)),
-                           .stats = malloc((size_t)(FLCE_STAT_ROWS * n * stat)),
+                           .stats = malloc((size_t)(FLCE_STAT_COUNT * n * stat)),
                            .scalars = malloc((size_t)(FLCE_SCALAR_COUNT * stat)),
                            .grad_input = test_buffer(s.problem.dtypes.gemm, n * v),
                            .grad_output = m.grad_output,

@@ -429,7 +429,7 @@ static void test_given_logits(void) {
             logits = p->shape.tokens * p->shape.vocab;
     flce_tensors t = {.input = m.x, .target = m.target, .grad_output = m.grad_output};
     t.loss = test_doubles(1), t.scalars = test_doubles(FLCE_SCALAR_COUNT);
-    t.stats = test_doubles(FLCE_STAT_ROWS * p->shape.tokens),
+    t.stats = test_doubles(FLCE_STAT_COUNT * p->shape.tokens),
     t.workspace = test_doubles(bytes / 8 + 1);
     t.grad_input = test_doubles(logits);
     uint64_t made[2] = {0, 0};

@@ -41,9 +41,9 @@ static result run_both(const setting* s, const data* d, int pass) {
   run_pass(s, d, pass, 3, &threaded);
   int64_t stat = flce_size_of(d->stat);
   CHECK(test_same(serial.out, threaded.out, d->z_count * flce_size_of(s->dtype)) &&
-            test_same(serial.stats, threaded.stats, FLCE_STAT_ROWS * TOKENS * stat) &&
+            test_same(serial.stats, threaded.stats, FLCE_STAT_COUNT * TOKENS * stat) &&
             test_same(serial.loss, threaded.loss, TOKENS * stat) &&
-            test_same(serial.coef, threaded.coef, FLCE_COEF_ROWS * TOKENS * stat),
+            test_same(serial.coef, threaded.coef, FLCE_COEF_COUNT * TOKENS * stat),
         "threads change the bits of pass %d, " WHERE, pass, WHERE_VALUES(s, 0));
   free_result(&threaded);
   return serial;
@@ -107,8 +107,8 @@ static bool is_like(double actual, double expected) {
 static void check_blank(const setting* s, const data* d, const result* r, int64_t i,
                         double expected, bool coef) {
   bool right = is_like(flce_load(r->loss, d->stat, i), expected);
-  for (int k = 0; k < FLCE_STAT_ROWS; k++) right &= is_like(stat_at(d, r, k, i), expected);
-  for (int k = 0; coef && k < FLCE_COEF_ROWS; k++)
+  for (int k = 0; k < FLCE_STAT_COUNT; k++) right &= is_like(stat_at(d, r, k, i), expected);
+  for (int k = 0; coef && k < FLCE_COEF_COUNT; k++)
     right &= is_like(flce_load(r->coef, d->stat, k * TOKENS + i), expected);
   right &= r->predictions[i] == (expected == UNTOUCHED ? UNTOUCHED : -1);
   CHECK(right, "a row that is not computed, " WHERE, WHERE_VALUES(s, i));
@@ -242,7 +242,7 @@ static void test_predictions(void) {
   enum { V = 5000 };
   static const int64_t columns[] = {0, 1, 15, 16, 2047, 2048, 4095, 4096, 4999};
   float* z = test_buffer(FLCE_F32, V);
-  float stats[FLCE_STAT_ROWS], loss, scalars[FLCE_SCALAR_COUNT] = {0};
+  float stats[FLCE_STAT_COUNT], loss, scalars[FLCE_SCALAR_COUNT] = {0};
   int64_t target = 3, prediction;
   flce_cpu cpu = test_cpu(1);
   flce_backend b;

@@ -278,7 +278,7 @@ static void test_finish_grad_input(const types* t, int64_t width, bool smooth) {
   int64_t count = ROWS * width, target[ROWS] = {0, VOCAB - 1, IGNORE_INDEX, 3, VOCAB, 3};
   void *d = test_fill_normal(t->accum, count, 1.0), *wsum = test_fill_normal(stat, width, 3.0);
   void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
-  void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
+  void* coef = test_fill_normal(stat, FLCE_COEF_COUNT * ROWS, 1.0);
   double *expected = test_doubles(count), *tolerance = test_doubles(count);
   for (int64_t i = 0; i < ROWS; i++) {
     for (int64_t h = 0; h < width; h++) {
@@ -344,7 +344,7 @@ static void test_grad_input_of_rows(const types* t, int64_t width, bool with_coe
   const int64_t* tokens = gathered ? index : own;
   void *d = test_fill_normal(t->accum, picked * width, 1.0), *dx = test_buffer(t->grad, count);
   void* w = test_fill_normal(t->dtype, VOCAB * width, 1.0);
-  void* coef = test_fill_normal(stat, FLCE_COEF_ROWS * ROWS, 1.0);
+  void* coef = test_fill_normal(stat, FLCE_COEF_COUNT * ROWS, 1.0);
   void* x = test_fill_normal(t->dtype, ROWS * width, 1.0);
   void* scaled = test_buffer(t->dtype, ROWS * width);
   double *expected = test_doubles(count), *tolerance = test_doubles(count);
@@ -355,7 +355,7 @@ static void test_grad_input_of_rows(const types* t, int64_t width, bool with_coe
     if (i < 0 || h >= cols) continue;
     double a = flce_load(d, t->accum, k), b = 0.0;
     if (with_coef) {
-      a *= flce_load(coef, stat, FLCE_COEF_ROW * ROWS + i);
+      a *= flce_load(coef, stat, FLCE_COEF_EXP * ROWS + i);
       b = flce_load(coef, stat, FLCE_COEF_TARGET * ROWS + i) *
           flce_load(w, t->dtype, target[i] >= 0 && target[i] < VOCAB ? target[i] * width + h : 0);
     }

@@ -181,9 +181,9 @@ static void test_blank_rows(void) {
   int64_t target[ROWS] = {2, IGNORE_INDEX, VOCAB, 0};
   for (int run = 0; run < 4; run++) { /* too many valid rows; with and without dx */
     bool spoilt = run & 1, with_dx = run & 2;
-    float stats[FLCE_STAT_ROWS * ROWS], loss[ROWS], dx[ROWS * HIDDEN], scalars[FLCE_SCALAR_COUNT];
+    float stats[FLCE_STAT_COUNT * ROWS], loss[ROWS], dx[ROWS * HIDDEN], scalars[FLCE_SCALAR_COUNT];
     int64_t predictions[ROWS];
-    flce_fill(stats, FLCE_F32, 5.0, FLCE_STAT_ROWS * ROWS);
+    flce_fill(stats, FLCE_F32, 5.0, FLCE_STAT_COUNT * ROWS);
     flce_fill(dx, FLCE_F32, 5.0, ROWS * HIDDEN);
     for (int64_t i = 0; i < ROWS; i++) loss[i] = 5.0f, predictions[i] = 5;
     scalars[FLCE_SCALAR_VALID] = 3.0f;
@@ -204,7 +204,7 @@ static void test_blank_rows(void) {
       double vectors = with_dx ? 5.0 : expected, row = with_dx ? expected : 5.0;
       bool right = true;
 #define SAME(actual, wanted) (isnan(wanted) ? isnan(actual) : (actual) == (wanted))
-      for (int k = 0; k < FLCE_STAT_ROWS; k++) right &= SAME(blank_stat(&rows, k, i), vectors);
+      for (int k = 0; k < FLCE_STAT_COUNT; k++) right &= SAME(blank_stat(&rows, k, i), vectors);
       for (int h = 0; h < HIDDEN; h++) right &= SAME(dx[i * HIDDEN + h], row);
       right &= SAME(loss[i], run == 0 ? 5.0 : vectors);
 #undef SAME

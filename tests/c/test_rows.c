@@ -93,7 +93,7 @@ static void check_stats(const setting* s, const data* d, const result* r) {
     double loss = flce_load(r->loss, d->stat, i);
     if (is_blank(s, i)) {
       bool right = is_blank_value(i, loss);
-      for (int k = 0; k < FLCE_STAT_ROWS; k++) right &= is_blank_value(i, stat_of(d, r, k, i));
+      for (int k = 0; k < FLCE_STAT_COUNT; k++) right &= is_blank_value(i, stat_of(d, r, k, i));
       CHECK(right, "not computed, " WHERE, WHERE_VALUES(s, i));
       continue;
     }
@@ -232,7 +232,7 @@ static result run_both(const setting* s, const data* d, int pass) {
   run_pass(s, d, pass, 3, &threaded);
   int64_t stat = flce_size_of(d->stat);
   CHECK(test_same(serial.out, threaded.out, d->z_count * flce_size_of(s->dtype)) &&
-            test_same(serial.stats, threaded.stats, FLCE_STAT_ROWS * TOKENS * stat) &&
+            test_same(serial.stats, threaded.stats, FLCE_STAT_COUNT * TOKENS * stat) &&
             test_same(serial.loss, threaded.loss, TOKENS * stat),
         "threads change the bits of pass %d, " WHERE, pass, WHERE_VALUES(s, 0));
   free_result(&threaded);
@@ -265,7 +265,7 @@ static void test_linear(flce_dtype dtype) {
   result held = run_both(&s, &d, SCALED_EXP), r = run_both(&s, &d, GRADIENT_OF_EXP);
   for (int64_t i = 0; i < TOKENS; i++) {
     if (is_blank(&s, i)) continue;
-    double row = flce_load(r.coef, d.stat, FLCE_COEF_ROW * TOKENS + i);
+    double row = flce_load(r.coef, d.stat, FLCE_COEF_EXP * TOKENS + i);
     double target = flce_load(r.coef, d.stat, FLCE_COEF_TARGET * TOKENS + i);
     double smooth = flce_load(r.coef, d.stat, FLCE_COEF_SMOOTH * TOKENS + i);
     bool right = true;

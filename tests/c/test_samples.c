@@ -317,7 +317,7 @@ static void test_large_row(void) {
   CHECK(least * one >= 0x1p14, "the least q is %g", least);
   double total = (double)sum / one * (double)vocab / BLOCK;
   CHECK(fabs(total * eps - 1.0) <= (double)vocab * eps * 0x1p-41 + 0x1p-21, "sum of q %.9g", total);
-  float stats[FLCE_STAT_ROWS] = {[FLCE_STAT_INV_SUM] = inv_sum};
+  float stats[FLCE_STAT_COUNT] = {[FLCE_STAT_INV_SUM] = inv_sum};
   int64_t target = 1, seed = 5;
   int32_t* list = malloc((size_t)flce_sample_pitch(eps) * sizeof *list);
   flce_rows rows = {.rows = 1, .vocab = vocab, .target = &target, .stats = stats};

@@ -120,7 +120,7 @@ def test_6_fuse_recognises_it(option):
     assert [*handle.losses] == [f"scale 0.333333, {name}, scale 3"]
     torch.testing.assert_close(made, exact, rtol=1e-10, atol=1e-12)
     operator = getattr(torch.ops.aten, name, None)  # None: torch's function is of several
-    assert operator is None or operator.default in deferred._OF_ROWS
+    assert operator is None or operator.default in deferred._SAME_LAYOUT
     backward = getattr(torch.ops.aten, f"{name}_backward", None)
     assert backward is None or backward.default in gradient._OF_FIRST
     assert re.search(rf"^\| `{name}` .*\| `{option}` \|$", text_of("docs/fuse.md"), re.MULTILINE)

@@ -228,7 +228,7 @@ def raise_or_die():
     store.set("has a loss", "")
     x.grad, w.grad = None, torch.zeros_like(w)
     dies = error_of(made.backward)
-    assert "input_terms" in dies and "may hold a part of this backward's sum" in dies, dies
+    assert "partial_dx" in dies and "may hold a part of this backward's sum" in dies, dies
     assert x.grad is None
     flce.linear_cross_entropy(*leaves_of(20)).backward()
 

@@ -193,7 +193,7 @@ def test_7_the_statistics_of_a_row():
     """STATS of operators.py is the number of the rows of stats."""
     rows = re.search(r"enum flce_stat_row \{(.*?)\}", code_of("csrc/*.h"), re.DOTALL)[1]
     names = re.findall(r"\bFLCE_STAT_\w+", rows)
-    assert names.pop() == "FLCE_STAT_ROWS"
+    assert names.pop() == "FLCE_STAT_COUNT"
     assert len(names) == flce.operators.STATS
     for name in ("LSE", "ENTROPY", "TAIL_LSE"):
         assert names[getattr(flce.operators, f"STAT_{name}")] == f"FLCE_STAT_{name}"

@@ -19,10 +19,10 @@ def test_by_hand(device):
     assert plan.ranks == 8 and plan.chunks > 1
     assert plan.collectives == {
         "statistics": ("all-gather", plan.chunks, 0, 7 * 2 * 8192 * STATISTIC),
-        "input_terms": ("all-to-all", 1, 0, 7 * BLOCK),
-        "summed_input": ("all-gather", 1, 0, 7 * BLOCK),
+        "partial_dx": ("all-to-all", 1, 0, 7 * BLOCK),
+        "summed_dx": ("all-gather", 1, 0, 7 * BLOCK),
     }
-    assert f"summed_input all-gather   1 forward   0 backward {7 * BLOCK:15d} bytes" in str(plan)
+    assert f"summed_dx all-gather   1 forward   0 backward {7 * BLOCK:15d} bytes" in str(plan)
     assert "ranks=8" in str(plan)
 
 
@@ -31,7 +31,7 @@ def test_by_hand_with_other_options(device):
     assert plan.collectives == {
         "input": ("all-gather", 1, 1, 2 * 7 * BLOCK),
         "statistics": ("all-gather", 1, 0, 7 * 7 * 8192 * STATISTIC),
-        "input_terms": ("all-to-all", 0, 1, 7 * BLOCK),
+        "partial_dx": ("all-to-all", 0, 1, 7 * BLOCK),
     }
     plan = flce.plan(**SIZE, device=device, sequence=True, grad_input=False, grad_weight=False)
     assert plan.collectives == {
@@ -39,8 +39,8 @@ def test_by_hand_with_other_options(device):
         "statistics": ("all-gather", 1, 0, 7 * 2 * 8192 * STATISTIC),
     }
     wide = flce.plan(**SIZE, device=device, save="grads", reduce_dtype=torch.float32)
-    assert wide.collectives["input_terms"] == ("all-to-all", 1, 0, 2 * 7 * BLOCK)
-    assert wide.collectives["summed_input"] == ("all-gather", 1, 0, 7 * BLOCK)
+    assert wide.collectives["partial_dx"] == ("all-to-all", 1, 0, 2 * 7 * BLOCK)
+    assert wide.collectives["summed_dx"] == ("all-gather", 1, 0, 7 * BLOCK)
     frozen = flce.plan(**SIZE, device=device, save="logits", grad_input=False)
     assert frozen.collectives.keys() == {"statistics"}
 

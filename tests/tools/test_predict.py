@@ -106,8 +106,8 @@ def test_bytes_are_the_plans(model, save, sequence):
                 name: pytest.approx(planned.bytes) for name, planned in plan.collectives.items()
             }
     others, row = 1023 / 1024, 4096 * model.ELEMENT
-    assert received["input_terms"] == pytest.approx(others * 8192 * row)
-    assert ("input" in received) == sequence == ("summed_input" not in received)
+    assert received["partial_dx"] == pytest.approx(others * 8192 * row)
+    assert ("input" in received) == sequence == ("summed_dx" not in received)
 
 
 def test_parts_of_a_step(model):

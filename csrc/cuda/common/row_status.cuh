@@ -49,7 +49,7 @@ __device__ __forceinline__ S blank_of(RowRef ref) {
  * -1. */
 template <typename S>
 __device__ __forceinline__ void write_blank(const flce_rows& r, int64_t at, S value) {
-  for (int which = 0; which < FLCE_STAT_ROWS; which++) {
+  for (int which = 0; which < FLCE_STAT_COUNT; which++) {
     ((S*)r.stats)[which * r.stat_pitch + at] = value;
   }
   if (r.loss) ((S*)r.loss)[at] = value;
@@ -62,7 +62,7 @@ struct RowStatistics {
   S lse, nll, inv_sum, slope, weight_sum;
 };
 
-/* ROW, TARGET and SMOOTH of a row (enum flce_coef_row); 1, 0, 0 without coef. */
+/* EXP, TARGET and SMOOTH of a row (enum flce_coef_row); 1, 0, 0 without coef. */
 template <typename S>
 struct RowFactors {
   S row, target, smooth;
@@ -72,7 +72,7 @@ template <typename S>
 __device__ __forceinline__ RowFactors<S> factors_of(const flce_rows& r, int64_t at) {
   if (!r.coef) return {1, 0, 0};
   const S* coef = (const S*)r.coef + at;
-  return {coef[FLCE_COEF_ROW * r.stat_pitch], coef[FLCE_COEF_TARGET * r.stat_pitch],
+  return {coef[FLCE_COEF_EXP * r.stat_pitch], coef[FLCE_COEF_TARGET * r.stat_pitch],
           coef[FLCE_COEF_SMOOTH * r.stat_pitch]};
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ ColumnTerms<S> column_terms_at(const flce_rows& r, in
   const auto coef_of = [&](int which) { return coef[which * r.stat_pitch]; };
   ColumnTerms<S> terms;
   terms.offset = stats[FLCE_STAT_OFFSET * r.stat_pitch];
-  terms.row = coef_of(FLCE_COEF_ROW);
+  terms.row = coef_of(FLCE_COEF_EXP);
   terms.target = coef_of(FLCE_COEF_TARGET);
   terms.smooth = coef_of(FLCE_COEF_SMOOTH);
   terms.soft = coef_of(FLCE_COEF_SOFT);

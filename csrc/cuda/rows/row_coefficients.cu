@@ -50,7 +50,7 @@ __device__ __forceinline__ float bound_of_dz(const flce_rows& r, const float* co
   const float sum = 1 / stats[FLCE_STAT_INV_SUM * r.stat_pitch];
   const auto size = [&](int which) { return fabsf(coef[which * r.stat_pitch + at]); };
   const float soft = size(FLCE_COEF_SOFT) * stats[FLCE_STAT_WEIGHT_SUM * r.stat_pitch];
-  float factor = size(FLCE_COEF_ROW);
+  float factor = size(FLCE_COEF_EXP);
   if (r.wants_entropy) {
     factor += size(FLCE_COEF_ENTROPY) * (1 + stats[FLCE_STAT_ENTROPY * r.stat_pitch]);
   }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kScaleThreads)
   const float u = (float)fmin(scale_for((double)block_max(top, scratch), 12), 0x1p100);
   for (int64_t row = threadIdx.x; row < r.rows; row += kScaleThreads) {
     const RowRef ref = row_ref_of(r, row);
-    for (int which = 0; ref.kind != kRowAbsent && which < FLCE_COEF_ROWS; which++) {
+    for (int which = 0; ref.kind != kRowAbsent && which < FLCE_COEF_COUNT; which++) {
       if (which != FLCE_COEF_VALID) coef[which * r.stat_pitch + ref.at] *= u;
     }
   }

@@ -13,7 +13,7 @@ template <typename S>
 __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_upstream& upstream,
                                                 int64_t i, const RowStatistics<S>& stats, S factor,
                                                 S scale, bool elsewhere,
-                                                S (&coef)[FLCE_COEF_ROWS]) {
+                                                S (&coef)[FLCE_COEF_COUNT]) {
   const flce_loss& o = r.options;
   const S* scalars = (const S*)r.scalars;
   const S upstream_loss = upstream.loss ? ((const S*)upstream.loss)[i * upstream.loss_stride] : 1;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
     rest += (S)(2 * o.z_loss) * scalars[FLCE_SCALAR_Z_FACTOR] * stats.lse;
   }
   if (upstream.lse) others = ((const S*)upstream.lse)[i];
-  coef[FLCE_COEF_ROW] = a * ((k * (own + rest) + others) * stats.inv_sum);
+  coef[FLCE_COEF_EXP] = a * ((k * (own + rest) + others) * stats.inv_sum);
   coef[FLCE_COEF_TARGET] = 0;
   coef[FLCE_COEF_SMOOTH] = a * (k * per_class);
   coef[FLCE_COEF_VALID] = r.input_scale ? ((const S*)r.input_scale)[0] : (S)1;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void coefficients_of(const flce_rows& r, const flce_u
   }
   coef[FLCE_COEF_TARGET] = a * (stats.slope * target);
   if (!upstream.of_dz) return;
-  coef[FLCE_COEF_ROW] = 1;
+  coef[FLCE_COEF_EXP] = 1;
   coef[FLCE_COEF_TARGET] = 0;
 }
 
@@ -74,13 +74,13 @@ __device__ __forceinline__ void write_coefficients(const flce_rows& r,
                                                    const flce_upstream& upstream, RowRef ref,
                                                    const RowStatistics<S>& stats, S factor, S scale,
                                                    S* coef, bool elsewhere = false) {
-  S values[FLCE_COEF_ROWS];
+  S values[FLCE_COEF_COUNT];
 #pragma unroll
-  for (int which = 0; which < FLCE_COEF_ROWS; which++) values[which] = blank_of<S>(ref);
+  for (int which = 0; which < FLCE_COEF_COUNT; which++) values[which] = blank_of<S>(ref);
   if (ref.kind == kRowValid)
     coefficients_of(r, upstream, ref.at, stats, factor, scale, elsewhere, values);
 #pragma unroll
-  for (int which = 0; which < FLCE_COEF_ROWS; which++) {
+  for (int which = 0; which < FLCE_COEF_COUNT; which++) {
     coef[which * r.stat_pitch + ref.at] = values[which];
   }
 }

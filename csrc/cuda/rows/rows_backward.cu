@@ -66,7 +66,7 @@ __device__ __forceinline__ GradRow<S> open_grad_row(const row_args& p, const Row
   g.set_target = hide_target && has_target;
   if (!r.coef) return g;
   const S* coef = (const S*)r.coef + at;
-  g.factor = coef[FLCE_COEF_ROW * r.stat_pitch];
+  g.factor = coef[FLCE_COEF_EXP * r.stat_pitch];
   if (z_is_exp) g.factor /= (S)scale;
   g.target = coef[FLCE_COEF_TARGET * r.stat_pitch];
   g.set_target = has_target;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const int64_t at = vectors_at(r, blockIdx.x);
   const Row<Z> row = open_row_view<kGeneral, Z>(p, at);
   const float* coef = (const float*)r.coef + at;
-  const float factor = coef[FLCE_COEF_ROW * r.stat_pitch];
+  const float factor = coef[FLCE_COEF_EXP * r.stat_pitch];
   const float soft = coef[FLCE_COEF_SOFT * r.stat_pitch];
   const float offset = stat_row<float>(r, FLCE_STAT_OFFSET)[at];
   for (int first = 0; first < row.vectors; first += kUnroll<Z> * blockDim.x) {
@@ -297,7 +297,7 @@ static soft_kernel soft_kernel_for(const flce_rows* r) {
 
 typedef void (*grad_kernel)(const row_args, double, bool, bool);
 
-/* The plain kinds need FLCE_COEF_ROW and FLCE_COEF_TARGET alone. */
+/* The plain kinds need FLCE_COEF_EXP and FLCE_COEF_TARGET alone. */
 static Kind backward_kind(const flce_rows* r, bool z_is_exp) {
   const bool terms = r->coef && (r->options.label_smoothing > 0 || r->wants_entropy || !r->target);
   if (terms || flce_caps_logits(&r->options)) return kGeneral;

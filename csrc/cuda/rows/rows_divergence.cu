@@ -83,7 +83,7 @@ __device__ __forceinline__ RowPair<Z> open_pair(const divergence_params& c, int6
   if (!(c.hard > 0)) pair.s.target = INT_MIN; /* no column */
   if (!s.out) return pair;
   const S* coef = (const S*)s.coef + at;
-  pair.factor = pair.s_inv > 0 ? coef[FLCE_COEF_ROW * s.stat_pitch] / pair.s_inv : 0;
+  pair.factor = pair.s_inv > 0 ? coef[FLCE_COEF_EXP * s.stat_pitch] / pair.s_inv : 0;
   pair.target = coef[FLCE_COEF_TARGET * s.stat_pitch];
   return pair;
 }

@@ -6,7 +6,7 @@
 #include "cuda/common/types.cuh"
 
 /* What a pair of token `at`'s list contributes to dz, factor_m of backend.h, or without the
- * entropy's term that divided by ROW. A NaN stays. */
+ * entropy's term that divided by EXP. A NaN stays. */
 __device__ __forceinline__ float value_of_pair(const flce_rows& r, int64_t at, float eps, float e) {
   const float* stats = (const float*)r.stats + at;
   const float inv_sum = stats[FLCE_STAT_INV_SUM * r.stat_pitch], least = eps / inv_sum;
@@ -15,12 +15,12 @@ __device__ __forceinline__ float value_of_pair(const flce_rows& r, int64_t at, f
   const float* coef = (const float*)r.coef + at;
   const float surprise = stats[FLCE_STAT_ENTROPY * r.stat_pitch] + logf(e * inv_sum);
   return value * fmaf(-coef[FLCE_COEF_ENTROPY * r.stat_pitch], surprise,
-                      coef[FLCE_COEF_ROW * r.stat_pitch]);
+                      coef[FLCE_COEF_EXP * r.stat_pitch]);
 }
 
 /* What its result is to be multiplied by. */
 __device__ __forceinline__ float factor_of_values(const flce_rows& r, int64_t at) {
-  return r.wants_entropy ? 1.0f : ((const float*)r.coef)[FLCE_COEF_ROW * r.stat_pitch + at];
+  return r.wants_entropy ? 1.0f : ((const float*)r.coef)[FLCE_COEF_EXP * r.stat_pitch + at];
 }
 
 /* The parts of `order`, 256-byte aligned; `count` is the number of slots. */
