@@ -48,7 +48,14 @@ PROPERTIES = re.compile(
 CODE = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)", re.MULTILINE)
 # Kernels launched with PDL: they may start while the preceding kernel ends.
 DEPENDENT = {
-    *("find_row_offsets", "tile_statistics", "row_coefficients", "scale_rows", "finish_grad_input"),
+    *(
+        "find_row_offsets",
+        "take_known_offsets",
+        "tile_statistics",
+        "row_coefficients",
+        "scale_rows",
+        "finish_grad_input",
+    ),
     *("scale_elements", "finish_touched_rows", "scale_coefficients"),
     *("shard_targets", "pack_statistics", "merge_statistics", "sum_partial_dx"),
     *("sample_rows", "sampled_grad_input", "sampled_grad_weight"),

@@ -51,6 +51,15 @@ def step(x, w, y, **options):
     sum(part.double().sum() for part in parts).backward()
 
 
+def by_blocks(x, w, y):
+    """Gradients by blocks of rows and classes."""
+    os.environ["FLCE_BLOCKS"] = "64x128"
+    for save in ("grads", "stats"):
+        step(x, w, y, save=save)
+        step(x, w, y, save=save, softcap=20.0, label_smoothing=0.1)
+    del os.environ["FLCE_BLOCKS"]
+
+
 def rows_of(x):
     return torch.rand(len(x), device="cuda") + 0.5
 
@@ -134,6 +143,7 @@ def run(kernel, shapes=SHAPES, dtypes=DTYPES):
                 step(x, w, y, save=save)
             for options in options_of(x, w, y):
                 step(x, w, y, **options)
+            by_blocks(x, w, y)
             with torch.no_grad():
                 flce.linear_cross_entropy(x, w, y)
             if dtype is not torch.float64:

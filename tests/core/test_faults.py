@@ -180,9 +180,10 @@ except torch.OutOfMemoryError as error:
 """
 
 
-@pytest.mark.parametrize(("rows", "advised"), [(2048, 256 * 32768 * 2), (4096, None)])
+@pytest.mark.parametrize(("rows", "advised"), [(2048, 256 * 32768 * 2), (4096, 256 * 32768 * 2)])
 def test_out_of_memory_advises_what_takes_less(rows, advised):
-    """Half of max_memory over 4 chunks. Over 8 it would make 16, whose sum of dW is in float32."""
+    """Half of max_memory over 4 chunks. Over 8 it would make 16, whose sum of dW is in float32, or
+    blocks of rows and classes, which have none."""
     process = start_python("-c", OUT_OF_MEMORY, rows, MALLOC_MMAP_THRESHOLD_="65536")
     _, (text,), errors = end_of(process)
     assert "bytes over the inputs" in text, (text, errors)

@@ -160,6 +160,7 @@ def test_chunks_of_one_step_repeat():
 @pytest.mark.parametrize("save", ["logits", "grads", "stats"])
 @pytest.mark.parametrize("ignored", [0.0, 0.6])
 def test_bias_gradient_of_chunks(monkeypatch, save, ignored):
+    monkeypatch.setenv("FLCE_BLOCKS", "0")  # of chunks of all classes
     x, w, y = draw(1500, 512, 3001, seed=3)
     y[torch.rand(1500, device="cuda") < ignored] = -100
     valid = int((y >= 0).sum())

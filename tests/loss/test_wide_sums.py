@@ -25,6 +25,12 @@ from harness.wide_sums import (
 NARROW = (torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(autouse=True)
+def chunks_of_all_classes(monkeypatch):
+    """Blocks of rows and classes would take the place of many chunks (core/test_blocks.py)."""
+    monkeypatch.setenv("FLCE_BLOCKS", "0")
+
+
 def budget(device, dtype, save="grads"):
     """max_memory of a chunk of CHUNK rows."""
     one = flce.plan(1, HIDDEN, VOCAB, device=device, dtype=dtype, save=save)
