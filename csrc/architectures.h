@@ -20,7 +20,7 @@ typedef struct flce_logits_gemm_sizes {
 /* dW's GEMM with the sums of db: grad_weight_gemm of backend.h. Without a kernel both are 0. */
 typedef struct flce_weight_gemm_sizes {
   int64_t tile_columns, /* elements of H of an output tile */
-      most_bias_parts; /* partial sums of a class's db, each of the blocks of another column tile */
+      most_bias_parts;  /* partial sums of a class's db: so many column tiles make one each */
 } flce_weight_gemm_sizes;
 
 typedef struct flce_architecture {

@@ -309,9 +309,8 @@ typedef struct flce_problem {
   /* Bytes. */
   struct {
     int64_t bound; /* of the logits buffer, whole or of a chunk */
-    /* With save=auto: of what save=logits keeps, where the forward cannot make the gradients of the
-     * loss alone, as of losses that are not reduced or with differentiable outputs. Else `bound`.
-     */
+    /* With save=auto, of what save=logits keeps: where losses are not reduced, outputs may be
+     * differentiated, or the forward must not make gradients (strategy.c). Else that is `bound`. */
     int64_t kept;
     /* `bound` is the default, not the caller's choice. With 16-bit operands on a GPU the plan then
      * takes the smallest chunks whose predicted time is within 1 % of the best; else the fastest

@@ -38,8 +38,8 @@ flce_save flce_known_strategy(const flce_problem* problem) {
 /* The forward must not make gradients in four cases:
  * - the losses of rows are not reduced, so each has a grad_output of its own;
  * - the backward adds dW to the caller's gradient;
- * - lse, entropy or logits of classes may be differentiated in a compiled graph, whose backward
- * gets zeros in place of no gradient of them, and would compute all again;
+ * - in a compiled graph lse, entropy or logits of classes may be differentiated: its backward gets
+ *   zeros in place of no gradient of them, and would compute all again;
  * - float16, with probabilities, which need not be normalized, or a large z-loss: no bound of the
  *   gradients is known, and without one they may exceed its range. */
 static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
