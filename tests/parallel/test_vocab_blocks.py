@@ -73,7 +73,7 @@ def test_blocks_of_a_small_max_memory():
     rank = dist.get_rank()
     case = make(torch.float64, vocab=VOCAB, tokens=24)
     classes = slice(0, 250) if rank == 0 else slice(250, VOCAB)
-    vocab_parallel = flce.VocabParallel(vocab=VOCAB, start=classes.start)
+    vocab_parallel = flce.VocabParallel(dist.group.WORLD, start=classes.start, vocab=VOCAB)
     results = []
     for own, options in (
         (classes, {"vocab_parallel": vocab_parallel, "max_memory": "4KiB"}),
