@@ -44,8 +44,9 @@ typedef struct block_loop {
   bool fuses;             /* E of a block comes from fused_exp */
   flce_dtype accum_dtype; /* of the sum of dW over chunks of rows */
   int64_t fewest_rows;    /* of a block; see choose_dw_sum */
-  int64_t row_bytes;      /* of a row but for its logits: dX in the stat dtype, copies of x */
-  int64_t z_size;         /* bytes of a logit */
+  /* Of a row but for its logits: dX in the stat dtype, copies of x, the scratch of fused_exp. */
+  int64_t row_bytes;
+  int64_t z_size; /* bytes of a logit */
 } block_loop;
 
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
@@ -58,6 +59,7 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
     row_bytes += plan->hidden * size;
   if (copies) row_bytes += plan->input_pitch * size;
   bool fuses = may_fuse_blocks(facts, plan);
+  if (fuses) row_bytes += facts->fused_row_bytes;
   bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype && !fuses;
   return (block_loop){.problem = problem,
                       .facts = facts,
@@ -164,7 +166,10 @@ static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
   int64_t not_widened = ceil_div(problem->shape.rows, FLCE_WIDE_SUM_CHUNKS - 1);
   int64_t rows = whole_tiles(loop, max64(not_widened, default_rows));
   int64_t bytes = rows * loop->row_bytes;
-  int64_t sum = problem->shape.vocab * loop->plan->weight_hidden * flce_size_of(stat);
+  /* A padded dW has a sum of its own in any dtype. */
+  bool padded = loop->plan->hidden != problem->shape.hidden;
+  int64_t element = flce_size_of(stat) - (padded ? flce_size_of(loop->accum_dtype) : 0);
+  int64_t sum = problem->shape.vocab * loop->plan->weight_hidden * element;
   if (loop->plan->accum_dtype == stat && bytes > max64(sum, most_bytes(loop)))
     loop->accum_dtype = stat;
   else
@@ -206,6 +211,8 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
   bool widens = plan->accum_dtype != loop.accum_dtype;
   double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
+  /* Only fewer chunks of rows make up for computing the logits once more. */
+  int64_t too_few = plan->strategy == FLCE_SAVE_GRADS ? plan->chunk_rows : 0;
   *block = (block_shape){0};
   if (facts->asks_block) {
     int64_t all = round_up(problem->shape.vocab, FLCE_BLOCK_CLASS_STEP);
@@ -214,6 +221,7 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
   }
   for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
     int64_t rows = max64(whole_tiles(&loop, ceil_div(n, number)), loop.fewest_rows);
+    if (rows <= too_few) break;
     int64_t fit = fitting_classes(&loop, rows);
     for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
       const block_shape tried = {rows, fit};

@@ -14,6 +14,7 @@ from harness import cases
 from harness.drawn_losses import LOSSES, OF_SEQUENCES, linear
 
 FUNCTIONS = ("logprobs", "at", "topk", "classes", "sparse", "loss", "loss_at")
+VOCABS = (1, 2, 3, 5, 8, 17, 33, 61, 61, 130)
 SHAPES = ((0,), (1,), (5,), (17,), (2, 3), (3, 1, 4), (2, 0), (33,), (2, 2, 6), (12,))
 ACCUMULATE = ("classes", "sparse", "loss", "loss_at")  # which take accumulate_into
 OF_ROWS = ("input", "adapter_input")
@@ -58,11 +59,14 @@ class Call:
 
 
 class Draw:
-    def __init__(self, function, dtype, seed, ranks=1):
+    """`vocabs`: the numbers of classes to draw from."""
+
+    def __init__(self, function, dtype, seed, ranks=1, vocabs=VOCABS):
         text = f"{function} {dtype} {seed} {ranks}"
         self.random = random.Random(text)
         self.generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         self.function, self.dtype, self.seed, self.ranks = function, dtype, seed, ranks
+        self.vocabs = vocabs
         self.is_loss = function.startswith("loss")
 
     def pick(self, *values):
@@ -92,7 +96,7 @@ class Draw:
         shape = self.pick(*SHAPES)
         if self.ranks == 1 and not self.is_loss and self.chance(0.03):
             shape = ()
-        vocab = self.pick(1, 2, 3, 5, 8, 17, 33, 61, 61, 130)
+        vocab = self.pick(*self.vocabs)
         self.shape, self.rows = shape, math.prod(shape)
         self.vocab = vocab = max(vocab, self.pick(1, self.ranks))
         self.hidden, self.options, self.meant = self.pick(1, 3, 8, 24), {}, {}

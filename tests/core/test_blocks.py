@@ -1,0 +1,297 @@
+"""Gradients by blocks of rows and classes under a small max_memory: numbers, memory, the choice.
+
+FLCE_BLOCKS="ROWSxCLASSES" forces a shape, for most tests here one that divides nothing evenly.
+"""
+
+import functools
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import flce
+from flce import operators
+from harness import cases, drawn_checks
+from harness.blocks import VOCABS, drawn_call, shape_of_blocks
+from harness.drawn import FUNCTIONS
+from harness.drawn_options import LINEAR, called, linear_case, upstream_of
+
+TOKENS, HIDDEN, VOCAB = 22, 12, 150
+BY_BLOCKS = ("grads", "stats")
+SHAPE = "5x64"  # of five chunks of rows and three of classes, the last ones smaller
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Sets the shape of the blocks, "0" for none."""
+    setter = functools.partial(monkeypatch.setenv, "FLCE_BLOCKS")
+    setter(SHAPE)
+    return setter
+
+
+def make(device, dtype=torch.float64, **options):
+    case = cases.make_case(TOKENS, HIDDEN, VOCAB, dtype=dtype, device=device, bias=True)
+    return cases.ignore_some(case).with_options(**options)
+
+
+# ---- numbers ----
+
+CLASSES = {**LINEAR, "vocab": VOCABS}
+
+
+def hide_padding(case):
+    """The same call, with NaN in the rows of the weight from valid_vocab on."""
+    valid = case.options["valid_vocab"]
+    if valid is not None:
+        case.linear_weight = case.linear_weight.clone()
+        case.linear_weight[valid:] = math.nan
+    return case
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_options(device, part, blocks, monkeypatch):
+    """Against float64, and twice with the same bits: NaN in the workspace reaches no result."""
+    for seed in range(100 * part, 100 * part + 100):
+        pick = random.Random(seed)
+        plan = {name: pick.choice(values) for name, values in CLASSES.items()}
+        case, generator = linear_case(plan)
+        case = case.map(lambda tensor: drawn_checks.moved(tensor, device))
+        upstream = drawn_checks.moved(upstream_of(plan, generator), device)
+        adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
+        call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
+        dtype = plan["dtype"] if plan["logits_dtype"] else None
+        yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
+        case = hide_padding(case)
+        for save in BY_BLOCKS if plan["reduction"] != "none" else ("stats",):
+            shape, made = shape_of_blocks(pick), []
+            blocks(shape)
+            for poison in "01":
+                monkeypatch.setenv("FLCE_POISON", poison)
+                made.append(called(case, plan, **call, save=save, logits_dtype=dtype))
+            yardstick.check(made[0], f"seed {seed}, {save}, blocks of {shape}")
+            assert cases.same_bits(*made), f"seed {seed}, {save}, blocks of {shape}"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_drawn_functions(device, function, blocks):
+    """Log-probabilities, outputs of chosen classes, sparse targets and losses of rows, with their
+    gradients, accumulation among them."""
+    record = drawn_checks.Record()
+    for seed in range(150):
+        call, shape = drawn_call(function, seed)
+        blocks(shape)
+        drawn_checks.check(call, record, device=device)
+
+
+@pytest.mark.parametrize("variant", ["scalar", "avx2", "avx512"])
+def test_cpu_variants(variant, blocks, monkeypatch):
+    monkeypatch.setenv("FLCE_CPU_VARIANT", variant)
+    if operators.run_plain(operators.inner.cpu_variant.default) != variant:
+        pytest.skip(f"this CPU has no {variant}")
+    for dtype in cases.DTYPES:
+        for save in BY_BLOCKS:
+            for options in ({}, {"softcap": 2.0, "label_smoothing": 0.2, "reduction": "sum"}):
+                cases.check(flce.linear_cross_entropy, make("cpu", dtype, **options), save=save)
+
+
+def row_errors(value, truth):
+    return (value.double() - truth).norm(dim=-1)
+
+
+def uncentred(case):
+    case.input += 4.0
+    case.linear_weight += 1.0
+    return case
+
+
+def rare_classes(case):
+    case.target[:] = 0
+    case.target[-1] = VOCAB - 1
+    return case
+
+
+def peaked(case):
+    case.input *= 12.0
+    case.target[:] = (case.input.double() @ case.linear_weight.double().T).argmax(-1)
+    return case
+
+
+def near_probabilities(case):
+    case.target = (case.input.double() @ case.linear_weight.double().T).softmax(-1)
+    return case
+
+
+@pytest.mark.parametrize("kind", [uncentred, rare_classes, peaked, near_probabilities])
+@pytest.mark.parametrize("dtype", cases.DTYPES[1:], ids=str)
+def test_hard_numbers_are_as_without_blocks(device, dtype, kind, blocks):
+    """At most half as much again as the error of one chunk, in the norm and in the worst row."""
+    case = kind(cases.make_case(32, HIDDEN, VOCAB, dtype=dtype, device=device))
+    case = case.with_options(reduction="sum")
+    names = ("input", "linear_weight")
+    wants = {"wants": names}
+    truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64), **wants)
+    for save in BY_BLOCKS:
+        errors = {}
+        for shape in ("0", "16x64"):
+            blocks(shape)
+            made = cases.outcome(flce.linear_cross_entropy, case, save=save, **wants)
+            errors[shape] = {
+                name: (made[name].double() - truth[name]).norm(dim=-1)
+                for name in cases.GRADIENTS[:2]
+            }
+        for name, rows in errors["16x64"].items():
+            own, one = torch.finfo(dtype).eps * truth[name].norm(dim=-1), errors["0"][name]
+            assert rows.norm() <= 1.5 * one.norm() + own.norm(), f"{name}, {save}"
+            assert rows.max() <= 1.5 * one.max() + 2.0 * own.max(), f"{name}, {save}"
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+@pytest.mark.parametrize("dtype", cases.DTYPES[:2], ids=str)
+def test_logits_that_are_computed_again_may_be_huge(dtype, save, blocks):
+    """A GEMM of another shape sums 3000 products in another order: a logit of 1e30 may then exceed
+    the largest of its row by far more than exp can take."""
+    case = cases.make_case(TOKENS, 3000, VOCAB, dtype=dtype)
+    case.linear_weight[-1] *= 1e30 if dtype == torch.float32 else 1e200
+    wants = ("input", "linear_weight")
+    made = cases.outcome(flce.linear_cross_entropy, case, wants=wants, save=save)
+    assert all(bool(value.isfinite().all()) for value in made.values())
+
+
+# ---- edges ----
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS])
+@pytest.mark.parametrize("vocab", [1, 64, 65])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_few_rows_and_classes(device, save, tokens, vocab, ignored, blocks):
+    case = cases.make_case(tokens, HIDDEN, vocab, dtype=torch.float64, device=device, bias=True)
+    case = case.with_options(reduction="sum")
+    if ignored:
+        case = cases.ignore_some(case, every=1)
+    for bound in (None, "count"):
+        cases.check(
+            flce.linear_cross_entropy, case, save=save, valid_bound=bound, max_memory="64KiB"
+        )
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+def test_targets_out_of_range(device, save, blocks):
+    """Refused on the CPU, NaN in the row on a GPU; and so is a bound below the valid rows."""
+    case = make(device)
+    for bad in (-1, VOCAB):
+        case.target[7] = bad
+        if device == "cpu":
+            with pytest.raises(IndexError, match=rf"target\[7\] is {bad}: expected 0 <= target"):
+                cases.outcome(flce.linear_cross_entropy, case, save=save)
+        else:
+            made = cases.outcome(flce.linear_cross_entropy, case, save=save)
+            assert made["input"][7].isnan().all() and made["loss"].isnan()
+    case.target[7] = 0
+    valid = int((case.target >= 0).sum())
+    if device == "cpu":
+        with pytest.raises(ValueError, match=f"valid_bound: expected at least {valid}"):
+            cases.outcome(flce.linear_cross_entropy, case, save=save, valid_bound=valid - 1)
+    else:
+        made = cases.outcome(flce.linear_cross_entropy, case, save=save, valid_bound=valid - 1)
+        assert made["loss"].isnan()
+    cases.check(flce.linear_cross_entropy, case, save=save, valid_bound=valid)
+
+
+# ---- autograd ----
+
+
+def leaves_of(case):
+    leaves = {"input": case.input, "linear_weight": case.linear_weight}
+    leaves["linear_bias"] = case.options["linear_bias"]
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+def test_backwards_of_one_forward(device, save, blocks):
+    """Twice, with another call in between and with other blocks: the same bits, since a step reads
+    the shape in the pass that makes the gradients."""
+    leaves, case = leaves_of(make(device)), make(device)
+    loss = flce.linear_cross_entropy(target=case.target, save=save, **leaves)
+    first = torch.autograd.grad(loss, leaves.values(), retain_graph=True)
+    kept = [tensor.clone() for tensor in first]
+    cases.outcome(flce.linear_cross_entropy, make(device, softcap=1.0), save=save)
+    second = torch.autograd.grad(loss, leaves.values(), retain_graph=True)
+    blocks("3x128")
+    third = torch.autograd.grad(loss, leaves.values())
+    for one, copy_of_one, two, three in zip(first, kept, second, third, strict=True):
+        assert torch.equal(one, copy_of_one) and torch.equal(one, two)
+        assert cases.relative_error(three, one) < 1e-12
+
+
+def test_strided_gradients_of_rows(device, blocks):
+    case = make(device, reduction="none")
+    grad = torch.randn(TOKENS, 2, device=device, dtype=torch.float64)[:, 1]
+    for upstream in (grad, torch.ones((), device=device, dtype=torch.float64).expand(TOKENS)):
+        cases.check(flce.linear_cross_entropy, case, save="stats", grad_output=upstream)
+
+
+@pytest.mark.parametrize("attribute", ["grad", "main_grad"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_accumulation(device, dtype, attribute, blocks):
+    case = make(device, dtype)
+    yardstick = cases.Yardstick(case)
+    weight, before = nn.Parameter(case.linear_weight.clone()), 2.0**-10
+    held = torch.full_like(weight, before, requires_grad=False)
+    setattr(weight, attribute, held)
+    leaves = {**leaves_of(case), "linear_weight": weight}
+    loss = flce.linear_cross_entropy(
+        target=case.target, save="stats", accumulate_into=attribute, **leaves
+    )
+    loss.backward()
+    assert getattr(weight, attribute) is held
+    grads = {"input": leaves["input"].grad, "linear_bias": leaves["linear_bias"].grad}
+    yardstick = yardstick.granting(linear_weight=torch.finfo(dtype).eps * before * VOCAB)
+    yardstick.check({"loss": loss.detach(), "linear_weight": held - before, **grads})
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+def test_frozen_weight_with_an_adapter(device, save, blocks):
+    case = make(device, adapter_input=None)
+    random = cases.generator(3)
+    low_rank = torch.randn(TOKENS, 3, generator=random).to(device, torch.float64)
+    narrow = torch.randn(VOCAB, 3, generator=random).to(device, torch.float64)
+    case = case.with_options(adapter_input=low_rank, adapter_weight=narrow)
+    wants = ("input", "adapter_input", "adapter_weight")
+    cases.check(flce.linear_cross_entropy, case, wants=wants, save=save)
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+def test_without_gradients(device, save, blocks):
+    """No gradients are made: one GEMM of the logits for each chunk of rows."""
+    case = make(device)
+    with torch.no_grad():
+        bias = case.options["linear_bias"]
+        call = functools.partial(
+            flce.linear_cross_entropy, case.input, case.linear_weight, case.target,
+            linear_bias=bias, save=save,
+        )  # fmt: skip
+        assert cases.gemms_of(call) == 1
+        cases.Yardstick(case, wants=()).check({"loss": call()})
+
+
+@pytest.mark.parametrize("save", BY_BLOCKS)
+def test_compile_with_a_graph_break(device, save, blocks):
+    head = flce.LinearCrossEntropyHead(HIDDEN, VOCAB, save=save).to(device, torch.float64)
+    case = make(device)
+
+    def step(x):
+        x = x * 2.0
+        torch._dynamo.graph_break()
+        return head(x, case.target) * 0.5
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager")):
+        x = case.input.nan_to_num().requires_grad_()
+        loss = function(x)
+        results.append((loss, *torch.autograd.grad(loss, [x, *head.parameters()])))
+    assert all(map(torch.equal, *results))
