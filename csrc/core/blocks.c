@@ -211,8 +211,9 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
   bool widens = plan->accum_dtype != loop.accum_dtype;
   double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
-  /* Only fewer chunks of rows make up for computing the logits once more. */
-  int64_t too_few = plan->strategy == FLCE_SAVE_GRADS ? plan->chunk_rows : 0;
+  /* Blocks are for fewer chunks of rows. */
+  bool grads = plan->strategy == FLCE_SAVE_GRADS;
+  int64_t too_few = grads ? plan->chunk_rows : plan->backward_chunk_rows;
   *block = (block_shape){0};
   if (facts->asks_block) {
     int64_t all = round_up(problem->shape.vocab, FLCE_BLOCK_CLASS_STEP);
