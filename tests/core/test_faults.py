@@ -180,10 +180,17 @@ except torch.OutOfMemoryError as error:
 """
 
 
-@pytest.mark.parametrize(("rows", "advised"), [(2048, 256 * 32768 * 2), (4096, None)])
-def test_out_of_memory_advises_what_takes_less(rows, advised):
-    """Half of max_memory over 4 chunks. Over 8 it would make 16, whose sum of dW is in float32."""
-    process = start_python("-c", OUT_OF_MEMORY, rows, MALLOC_MMAP_THRESHOLD_="65536")
+HALF, NO_BLOCKS = 256 * 32768 * 2, {"FLCE_BLOCKS": "0"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "advised"), [(2048, {}, HALF), (4096, {}, HALF), (4096, NO_BLOCKS, None)]
+)
+def test_out_of_memory_advises_what_takes_less(rows, settings, advised):
+    """Half of max_memory over 4 chunks, or by blocks. Over 8 chunks of all classes it would make
+    16, whose sum of dW is in float32."""
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", **settings}
+    process = start_python("-c", OUT_OF_MEMORY, rows, **settings)
     _, (text,), errors = end_of(process)
     assert "bytes over the inputs" in text, (text, errors)
     found = re.search(r"Try max_memory=(\d+)$", text)
