@@ -69,9 +69,8 @@ struct flce_backend {
   flce_status (*fused_statistics)(void* self, const flce_gemm* gemm, const flce_rows* rows,
                                   const void* factor, void* coef, void* scratch);
   /* The logits GEMM fused with grad_rows where coef is NULL and hide_target is set: out = E of the
-   * columns of `rows`, a block of the classes, from the statistics. The blocks of the same rows are
-   * called from the first class on, with one scratch: the call with earlier_classes 0 writes there
-   * what the others read. gemm->c is NULL. Only if facts.fused_row_bytes > 0; bfloat16. */
+   * columns of `rows`, a block of the classes, from the statistics. gemm->c is NULL; `scratch` as
+   * in fused_logits. Only if facts.fused_row_bytes > 0; bfloat16. */
   flce_status (*fused_exp)(void* self, const flce_gemm* gemm, const flce_rows* rows, void* scratch);
   /* z and statistics -> rows of E or dz. rows->coef NULL: out = scale * exp(l - c) (1 - tanh^2),
    * and 0 in the target's column if hide_target. Else out = dz by the formula of enum

@@ -19,14 +19,6 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm_sizes* sizes
   };
   fused_scratch s;
   s.packing = (PackedRow*)take(r->teacher, rows * FLCE_PACKED_ROW_FLOATS);
-  /* First those whose sizes do not depend on the columns: fused_exp finds them again with others.
-   */
-  s.offset = take(true, rows);
-  s.scale = take(true, rows);
-  s.target = take(true, rows);
-  s.column = (int*)take(true, rows);
-  s.top = (int*)take(true, rows);
-  s.retry = (int*)take(true, 1 + ceil_div(rows, sizes->cluster_rows));
   s.sums = take(true, size);
   const bool smooth = r->options.label_smoothing > 0, soft = !r->target;
   s.tile_weighted_gaps = take(soft || (smooth && !r->wsum), size);
@@ -35,6 +27,12 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm_sizes* sizes
   s.entropy_sums = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
+  s.offset = take(true, rows);
+  s.scale = take(true, rows);
+  s.target = take(true, rows);
+  s.column = (int*)take(true, rows);
+  s.top = (int*)take(true, rows);
+  s.retry = (int*)next;
   return s;
 }
 
@@ -46,7 +44,6 @@ static fused_params fused_params_of(const flce_gemm* g, const flce_rows* r) {
   const flce_loss* o = &r->options;
   params.rows = (int)r->rows;
   params.vocab = (int)r->vocab;
-  params.first_class = (int)r->earlier_classes;
   params.hidden = (int)g->k;
   params.columns = (int)(g->c ? r->z_columns : r->out_columns);
   params.half = g->dtype == FLCE_F16;
@@ -130,8 +127,7 @@ flce_status cuda_fused_exp(void* self, const flce_gemm* g, const flce_rows* r, v
   FLCE_TRY(check_rows(r, "fused_exp"));
   FusedCall call;
   FLCE_TRY(open_call(self, g, r, scratch, &call));
-  if (r->earlier_classes == 0)
-    FLCE_TRY(launch_known_offsets(self, call.sizes, r, &call.params, &call.scratch));
+  FLCE_TRY(launch_known_offsets(self, call.sizes, r, &call.params, &call.scratch));
   return run_logits_gemm(&call, g, r, false);
 }
 

@@ -36,7 +36,7 @@ typedef struct fused_scratch {
   float* offset; /* [rows] k; kBlankRow or NaN for rows that are not valid */
   float* scale;  /* [rows] general kernels: factor from the curve to log2_l */
   float* target; /* [rows] the target's z with its bias; general kernels: its log2_l */
-  int* column;   /* [rows] the target's class, -1 for none */
+  int* column;   /* [rows] the target's column, -1 for none */
   /* [rows] ordered_of(the largest log2_l) where a tile exceeded the limit, else kNoTop */
   int* top;
   /* [1 + row clusters] flags of the overflow retry: whether any tile needs it, and for each row
@@ -58,12 +58,11 @@ typedef struct fused_scratch {
  * inner_scale, curve and class_weight. */
 typedef struct fused_params {
   int rows, vocab, hidden;
-  int first_class; /* the class of column 0; scratch.column counts classes from 0 on */
-  int columns;     /* columns of the result, zero padding included */
-  bool half;       /* x and W are float16; else bfloat16 */
-  bool general;    /* a factor for each row, z as the result, or an option: kGeneral or kScaled */
-  bool scaled;     /* kScaled may replace kGeneral where z or packed logits are written */
-  float scale;     /* not general: log2_l = scale z */
+  int columns;  /* columns of the result, zero padding included */
+  bool half;    /* x and W are float16; else bfloat16 */
+  bool general; /* a factor for each row, z as the result, or an option: kGeneral or kScaled */
+  bool scaled;  /* kScaled may replace kGeneral where z or packed logits are written */
+  float scale;  /* not general: log2_l = scale z */
   /* general: log2_l = scratch.scale curve(inner_scale z) */
   flce_curve curve;
   float inner_scale;

@@ -198,7 +198,9 @@ __global__ void __launch_bounds__(kDotWarps* kWarp)
   if (r.temperature && ref.at >= 0) scale /= ((const float*)r.temperature)[ref.at];
   s.offset[row] = offset;
   s.scale[row] = scale;
-  s.column[row] = ref.kind == kRowValid && r.target ? (int)r.target[ref.at] : -1;
+  int64_t column = -1;
+  if (ref.kind == kRowValid && r.target) column = r.target[ref.at] - r.earlier_classes;
+  s.column[row] = column >= 0 && column < r.vocab ? (int)column : -1;
   s.top[row] = kNoTop;
 }
 

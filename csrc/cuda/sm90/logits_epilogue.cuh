@@ -306,7 +306,7 @@ __device__ __forceinline__ void hide_columns(const fused_params& params, const f
   for (int q = 0; q < 4; q++) {
     const int row = frag.first_row + row_step(q);
     if (row < params.rows) {
-      const int hit = __ldg(s.column + row) - (params.first_class + frag.tile.column);
+      const int hit = __ldg(s.column + row) - frag.tile.column;
       const bool mine = ((hit >> 1) & 3) == (frag.lane & 3);
       if ((unsigned)hit < (unsigned)kTileColumns && mine) take_target(s, row, hit, q, acc);
     }
