@@ -72,12 +72,6 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .z_size = wide ? stat : size};
 }
 
-/* An output tile shape of a GEMM. */
-typedef struct gemm_tile {
-  int64_t rows, columns;
-  double effort; /* of an element, relative to the largest tiles */
-} gemm_tile;
-
 /* A GEMM of the model: waves of whole tiles of that of these shapes which takes the least time. */
 static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int number, int64_t m,
                            int64_t n, int64_t k) {
@@ -91,18 +85,15 @@ static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int 
   return best * units * (double)k;
 }
 
-/* Those of cuBLASLt, and that of fused_exp, whose clusters have two tiles along the rows. */
-static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
-                                   {128, 192, 1.02}, {192, 128, 1.02}, {128, 128, 1.06}};
+/* That of fused_exp, whose clusters have two tiles along the rows. */
 static const gemm_tile kFusedTile = {128, 192, 1.0};
-enum { TILES = sizeof kTiles / sizeof *kTiles };
 
 /* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
  * it, whose traffic the mainloops of blocks do not hide. */
 static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k, int64_t size,
                           bool sums) {
   if (!loop->modelled) return plain_gemm_effort(m, n, k, size, sums);
-  double effort = tiled_effort(loop, kTiles, TILES, m, n, k);
+  double effort = tiled_effort(loop, flce_gemm_tiles, FLCE_GEMM_TILES, m, n, k);
   double moved = (double)m * (double)n * 2.0 * (double)size;
   return sums ? effort + moved * kAddsPerByte : effort;
 }
@@ -211,9 +202,6 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
   bool widens = plan->accum_dtype != loop.accum_dtype;
   double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
   int64_t n = problem->shape.rows;
-  /* Blocks are for fewer chunks of rows. */
-  bool grads = plan->strategy == FLCE_SAVE_GRADS;
-  int64_t too_few = grads ? plan->chunk_rows : plan->backward_chunk_rows;
   *block = (block_shape){0};
   if (facts->asks_block) {
     int64_t all = round_up(problem->shape.vocab, FLCE_BLOCK_CLASS_STEP);
@@ -222,7 +210,7 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
   }
   for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
     int64_t rows = max64(whole_tiles(&loop, ceil_div(n, number)), loop.fewest_rows);
-    if (rows <= too_few) break;
+    if (rows <= chunks->rows) break; /* blocks are for fewer chunks of rows */
     int64_t fit = fitting_classes(&loop, rows);
     for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
       const block_shape tried = {rows, fit};

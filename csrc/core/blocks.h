@@ -21,6 +21,7 @@ bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
 /* The loop over chunks of all classes that blocks would replace. */
 typedef struct chunks_in_place {
   double effort;        /* its modelled time, under the max_memory of the call */
+  int64_t rows;         /* of a chunk */
   int64_t default_rows; /* of a chunk without max_memory */
 } chunks_in_place;
 

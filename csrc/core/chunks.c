@@ -15,11 +15,9 @@ enum {
   MAX_TRIED = 64,      /* chunk sizes to compare; limited because every call makes a plan */
 };
 
-/* An output tile shape of a GEMM. */
-typedef struct gemm_tile {
-  int64_t rows, columns;
-  double effort; /* time of an element of the tile, relative to the largest tiles */
-} gemm_tile;
+const gemm_tile flce_gemm_tiles[FLCE_GEMM_TILES] = {{128, 256, 1.0},  {256, 128, 1.0},
+                                                    {192, 192, 1.0},  {192, 128, 1.02},
+                                                    {128, 192, 1.02}, {128, 128, 1.06}};
 
 /* The fixed cost of a chunk (launches and small kernels), 100 us on an H200. A ragged vocabulary
  * costs 50 us more, for the GEMMs of its last columns. */
@@ -40,11 +38,9 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
 static double dx_effort(const flce_problem* problem, const flce_facts* facts,
                         const chunk_loop* loop, int64_t rows) {
   enum { MOST_SPLITS = 3 };
-  static const gemm_tile kTiles[] = {{128, 256, 1.0},  {256, 128, 1.0},  {192, 192, 1.0},
-                                     {192, 128, 1.02}, {128, 192, 1.02}, {128, 128, 1.06}};
   double best = INFINITY;
-  for (size_t i = 0; i < sizeof kTiles / sizeof *kTiles; i++) {
-    const gemm_tile* tile = &kTiles[i];
+  for (int i = 0; i < FLCE_GEMM_TILES; i++) {
+    const gemm_tile* tile = &flce_gemm_tiles[i];
     int64_t tiles = ceil_div(rows, tile->rows) * ceil_div(loop->hidden, tile->columns);
     double size = tile->effort * (double)(tile->rows * tile->columns);
     for (int64_t splits = 1; splits <= MOST_SPLITS; splits++) {

@@ -35,6 +35,16 @@ static inline double plain_gemm_effort(int64_t m, int64_t n, int64_t k, int64_t 
   return rows * columns * depth + moved * (double)size * kSlowAddsPerByte;
 }
 
+/* An output tile shape of a GEMM. */
+typedef struct gemm_tile {
+  int64_t rows, columns;
+  double effort; /* time of an element of the tile, relative to the largest tiles */
+} gemm_tile;
+
+/* Those of cuBLASLt's kernels for 16-bit operands. */
+enum { FLCE_GEMM_TILES = 6 };
+extern const gemm_tile flce_gemm_tiles[FLCE_GEMM_TILES];
+
 /* The loop over chunks of the forward or of the backward. */
 typedef struct chunk_loop {
   flce_dtype dtype;       /* of the GEMMs' operands */

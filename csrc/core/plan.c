@@ -428,11 +428,12 @@ static flce_status measure_chunks(const flce_problem* problem, const flce_facts*
                                   const flce_plan* plan, chunks_in_place* chunks) {
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
-  int64_t rows = grads ? plan->chunk_rows : plan->backward_chunk_rows, number;
-  chunks->effort = flce_chunks_effort(problem, facts, &loop, rows);
+  chunks->rows = grads ? plan->chunk_rows : plan->backward_chunk_rows;
+  chunks->effort = flce_chunks_effort(problem, facts, &loop, chunks->rows);
   loop.max_memory = max64(loop.max_memory, DEFAULT_BYTES);
   loop.prefers_small_chunks = true;
   loop.accum_dtype = narrow_sum_dtype(problem, plan);
+  int64_t number;
   return choose_chunk_rows(problem, facts, &loop, &chunks->default_rows, &number);
 }
 

@@ -5,21 +5,21 @@
 #include "backend.h"
 #include "core/plan_rules.h"
 
-/* GEMMs of a matrix of `rows` rows, which are run `step` rows at a time; 0: all at once. */
-static int64_t gemms_of_rows(int64_t rows, int64_t step) {
-  return step > 0 ? ceil_div(rows, step) : 1;
+/* The GEMMs whose results together have `size` rows, in blocks of `block` rows, each of which runs
+ * `piece` rows at a time; piece 0: a block at once. */
+static int64_t gemms_of_rows(int64_t size, int64_t block, int64_t piece) {
+  if (piece == 0) return ceil_div(size, block);
+  return size / block * ceil_div(block, piece) + ceil_div(size % block, piece);
 }
 
 static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) {
-  int64_t gemms = 0;
-  for (int64_t n = 0; n < problem->shape.rows; n += plan->block_rows)
-    for (int64_t v = 0; v < problem->shape.vocab; v += plan->block_classes) {
-      int64_t rows = min64(plan->block_rows, problem->shape.rows - n),
-              classes = min64(plan->block_classes, problem->shape.vocab - v);
-      gemms++;
-      if (problem->wants.grad_input) gemms += gemms_of_rows(rows, plan->dx_piece_rows);
-      if (problem->wants.grad_weight) gemms += gemms_of_rows(classes, plan->dw_piece_rows);
-    }
+  int64_t n = problem->shape.rows, v = problem->shape.vocab;
+  int64_t of_rows = ceil_div(n, plan->block_rows), of_classes = ceil_div(v, plan->block_classes);
+  int64_t gemms = of_rows * of_classes; /* of logits */
+  if (problem->wants.grad_input)
+    gemms += of_classes * gemms_of_rows(n, plan->block_rows, plan->dx_piece_rows);
+  if (problem->wants.grad_weight)
+    gemms += of_rows * gemms_of_rows(v, plan->block_classes, plan->dw_piece_rows);
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   plan->forward_gemms = plan->chunks + (grads ? gemms : 0);
   plan->backward_gemms = grads ? 0 : gemms;

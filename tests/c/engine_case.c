@@ -504,3 +504,12 @@ void test_setting(const setting* s) {
   test_kernel(&skips, &m);
   free_model(&m);
 }
+
+flce_status plan_on_cpu(const setting* s, flce_plan* plan) {
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  flce_facts facts;
+  CHECK_OK(b.facts(b.self, &s->problem, &facts));
+  return flce_plan_make(&s->problem, &facts, plan);
+}

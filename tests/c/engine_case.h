@@ -61,6 +61,8 @@ void* workspace(const flce_plan* plan, unsigned pass);
  * facts. */
 void plain_fused(flce_backend* backend, bool skips);
 
+/* The plan of a setting for the CPU, without FLCE_BLOCKS. */
+flce_status plan_on_cpu(const setting* s, flce_plan* plan);
 /* The plan of a run and its tensors, and then those of its backward. */
 run open_run(const flce_backend* b, const setting* s, const model* m);
 void open_backward(const flce_backend* b, const setting* s, const model* m, run* r);

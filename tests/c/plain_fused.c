@@ -49,6 +49,17 @@ static flce_status plain_divergence_rows(void* self, const flce_divergence_args*
   return status;
 }
 
+/* The logits GEMM into *z, a new matrix of the operands' dtype, which `view` then reads. */
+static flce_status run_gemm(const flce_backend* b, const flce_gemm* gemm, flce_rows* view,
+                            void** z) {
+  flce_gemm product = *gemm;
+  product.c = *z = test_buffer(gemm->dtype, gemm->m * gemm->n);
+  product.c_dtype = view->z_dtype = gemm->dtype;
+  product.pitch_c = view->z_pitch = view->z_columns = gemm->n;
+  view->z = product.c;
+  return b->gemm(b->self, &product, NULL, 0);
+}
+
 /* fused_logits and fused_statistics by their definition: the GEMM, then a row pass. Both happen in
  * fused_statistics; fused_logits leaves its output untouched. */
 static flce_status plain_fused_logits(void* self, const flce_gemm* gemm, const flce_rows* rows,
@@ -67,13 +78,9 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   for (int64_t k = 0; k < rows->rows * PRODUCT_ROW_BYTES; k++)
     kept &= ((const unsigned char*)scratch)[k] == 0xab;
   CHECK(kept, "something wrote to the scratch of a product");
-  flce_gemm product = *gemm;
   flce_rows view = *rows;
-  product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
-  product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
-  view.z = product.c;
-  flce_status status = b.gemm(b.self, &product, NULL, 0);
+  void* z;
+  flce_status status = run_gemm(&b, gemm, &view, &z);
   if (status == FLCE_OK) status = view.out ? b.exp_rows(b.self, &view) : b.stat_rows(b.self, &view);
   if (rows->teacher) {
     CHECK(gemm->c == rows->teacher->gemm.c, "packed logits replace the teacher's");
@@ -81,14 +88,14 @@ static flce_status plain_fused_statistics(void* self, const flce_gemm* gemm, con
   }
   for (int64_t i = 0; i < gemm->m && gemm->c; i++) {
     for (int64_t j = 0; j < gemm->n; j++) {
-      double z = flce_load(product.c, gemm->dtype, i * gemm->n + j);
-      if (view.bias) z += flce_load(view.bias, flce_stat_dtype(gemm->dtype), j);
-      flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, z);
+      double logit = flce_load(z, gemm->dtype, i * gemm->n + j);
+      if (view.bias) logit += flce_load(view.bias, flce_stat_dtype(gemm->dtype), j);
+      flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, logit);
     }
     for (int64_t j = gemm->n; j < rows->z_columns; j++)
       flce_store(gemm->c, gemm->c_dtype, i * gemm->pitch_c + j, 0.0);
   }
-  free(product.c);
+  free(z);
   const flce_upstream none = {0};
   if (status != FLCE_OK || !coef) return status;
   return b.row_coefficients(b.self, rows, NULL, &none, factor, coef);
@@ -100,17 +107,13 @@ static flce_status plain_fused_exp(void* self, const flce_gemm* gemm, const flce
   flce_backend b;
   flce_cpu_backend(self, &b);
   memset(scratch, 0xab, (size_t)(rows->rows * PRODUCT_ROW_BYTES));
-  flce_gemm product = *gemm;
   flce_rows view = *rows;
-  product.c = test_buffer(gemm->dtype, gemm->m * gemm->n);
-  product.c_dtype = view.z_dtype = gemm->dtype;
-  product.pitch_c = view.z_pitch = view.z_columns = gemm->n;
-  view.z = product.c;
-  flce_status status = b.gemm(b.self, &product, NULL, 0);
+  void* z;
+  flce_status status = run_gemm(&b, gemm, &view, &z);
   if (status == FLCE_OK)
     status = b.grad_rows(b.self,
                          &(flce_grad_rows_args){.rows = &view, .scale = 1.0, .hide_target = true});
-  free(product.c);
+  free(z);
   return status;
 }
 

@@ -111,7 +111,7 @@ static void test_sizes_of_the_row(void) {
   CHECK(facts.bias_parts == 3, "most_bias_parts");
 }
 
-/* Fused kernels read whole vectors, and beside probabilities they implement no other option.
+/* Fused kernels read whole vectors, and with probabilities they implement no other option.
  * FLCE_KERNEL does not change this. */
 static void test_what_is_not_fused(void) {
   const flce_architecture row = {

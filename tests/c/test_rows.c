@@ -138,15 +138,22 @@ static bool denormal(const setting* s, double value) {
   return s->dtype != FLCE_F16 && value != 0.0 && fabs(value) < test_tiny(s->dtype);
 }
 
+/* Row i of out, of a row that is not computed. */
+static void check_blank_row(const setting* s, const data* d, const result* r, int64_t i) {
+  int64_t wrong = -1;
+  for (int64_t j = 0; j < s->vocab; j++)
+    if (!is_blank_value(i, out_of(s, d, r, i, j))) wrong = j;
+  CHECK(wrong < 0, "[%lld] of a row that is not computed, " WHERE, (long long)wrong,
+        WHERE_VALUES(s, i));
+}
+
 /* out = scale * exp(z - c), with 0 in the target's column if it is hidden. */
 static void check_exp(const setting* s, const data* d, const result* r, double scale, bool hidden) {
   CHECK(pad_is_right(s, d, r), "pad, " WHERE, WHERE_VALUES(s, 0));
   for (int64_t i = 0; i < TOKENS; i++) {
     int64_t wrong = -1;
     if (is_blank(s, i)) {
-      for (int64_t j = 0; j < s->vocab; j++)
-        if (!is_blank_value(i, out_of(s, d, r, i, j))) wrong = j;
-      CHECK(wrong < 0, "exp of a row that is not computed, " WHERE, WHERE_VALUES(s, i));
+      check_blank_row(s, d, r, i);
       continue;
     }
     truth t = make_truth(s, d, i);
@@ -170,9 +177,7 @@ static void check_gradient(const setting* s, const data* d, const result* r) {
   for (int64_t i = 0; i < TOKENS; i++) {
     int64_t wrong = -1, y = d->target[i];
     if (is_blank(s, i)) {
-      for (int64_t j = 0; j < s->vocab; j++)
-        if (!is_blank_value(i, out_of(s, d, r, i, j))) wrong = j;
-      CHECK(wrong < 0, "gradient of a row that is not computed, " WHERE, WHERE_VALUES(s, i));
+      check_blank_row(s, d, r, i);
       continue;
     }
     truth t = make_truth(s, d, i);

@@ -241,17 +241,17 @@ def test_accumulation(device, dtype, attribute, blocks):
     case = make(device, dtype)
     yardstick = cases.Yardstick(case)
     weight, before = nn.Parameter(case.linear_weight.clone()), 2.0**-10
-    held = torch.full_like(weight, before, requires_grad=False)
-    setattr(weight, attribute, held)
+    total = torch.full_like(weight, before, requires_grad=False)
+    setattr(weight, attribute, total)
     leaves = {**leaves_of(case), "linear_weight": weight}
     loss = flce.linear_cross_entropy(
         target=case.target, save="stats", accumulate_into=attribute, **leaves
     )
     loss.backward()
-    assert getattr(weight, attribute) is held
+    assert getattr(weight, attribute) is total
     grads = {"input": leaves["input"].grad, "linear_bias": leaves["linear_bias"].grad}
     yardstick = yardstick.granting(linear_weight=torch.finfo(dtype).eps * before * VOCAB)
-    yardstick.check({"loss": loss.detach(), "linear_weight": held - before, **grads})
+    yardstick.check({"loss": loss.detach(), "linear_weight": total - before, **grads})
 
 
 @pytest.mark.parametrize("save", BY_BLOCKS)

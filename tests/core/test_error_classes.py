@@ -1,4 +1,4 @@
-"""Of what class an error is, whoever raises it, and that numbers in its text have a point."""
+"""The class of an error, from C or from Python, and the decimal point of numbers in its text."""
 
 import functools
 import locale
