@@ -54,6 +54,8 @@ class Plan:
     backward_chunks: int
     block_rows: int
     block_classes: int
+    dx_first: bool
+    whole_classes: int
     forward_gemms: int
     backward_gemms: int
     forward_peak_bytes: int

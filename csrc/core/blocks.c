@@ -8,6 +8,7 @@
  * (benchmarks/NOTES.md, 2026-11-27, blocks). */
 #include "core/blocks.h"
 
+#include "core/dw_memory.h"
 #include "core/plan_rules.h"
 
 #include <math.h>
@@ -40,6 +41,8 @@ typedef struct block_loop {
   const flce_problem* problem;
   const flce_facts* facts;
   const flce_plan* plan;
+  int64_t classes;        /* of all blocks */
+  bool makes_dx;          /* the blocks make dX, too */
   bool modelled;          /* see flce_is_modelled */
   bool fuses;             /* E of a block comes from fused_exp */
   flce_dtype accum_dtype; /* of the sum of dW over chunks of rows */
@@ -64,6 +67,8 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
   return (block_loop){.problem = problem,
                       .facts = facts,
                       .plan = plan,
+                      .classes = problem->shape.vocab,
+                      .makes_dx = problem->wants.grad_input,
                       .fuses = fuses,
                       .modelled = flce_is_modelled(facts, plan->dtype),
                       .accum_dtype = narrow_sum_dtype(problem, plan),
@@ -98,25 +103,30 @@ static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t 
   return sums ? effort + moved * kAddsPerByte : effort;
 }
 
-static double block_effort(const block_loop* loop, block_shape block) {
-  const flce_plan* plan = loop->plan;
-  int64_t h = plan->hidden, stat = flce_size_of(flce_stat_dtype(plan->dtype));
-  double adds_per_byte = loop->modelled ? kAddsPerByte : kSlowAddsPerByte;
-  double logits = (double)block.rows * (double)block.classes;
-  double moved = logits * (double)(loop->z_size + flce_size_of(plan->dtype));
+/* E or dz of a block, with its launches. */
+static double exp_effort(const block_loop* loop, int64_t rows, int64_t classes) {
+  int64_t h = loop->plan->hidden;
   double effort = loop->modelled ? kBlockEffort : 0.0;
   if (loop->fuses && loop->modelled)
-    effort +=
-        tiled_effort(loop, &kFusedTile, 1, round_up(block.rows, CLUSTER_ROWS), block.classes, h);
-  else
-    effort += gemm_effort(loop, block.rows, block.classes, h, loop->z_size, false);
-  if (!loop->fuses) effort += kRowPassShare * moved * adds_per_byte;
-  if (loop->problem->wants.grad_input)
-    effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
-  if (loop->problem->wants.grad_weight)
-    effort += gemm_effort(loop, block.classes, plan->weight_hidden, block.rows,
-                          flce_size_of(loop->accum_dtype), true);
-  return effort;
+    return effort + tiled_effort(loop, &kFusedTile, 1, round_up(rows, CLUSTER_ROWS), classes, h);
+  effort += gemm_effort(loop, rows, classes, h, loop->z_size, false);
+  if (loop->fuses) return effort;
+  double moved =
+      (double)rows * (double)classes * (double)(loop->z_size + flce_size_of(loop->plan->dtype));
+  return effort + kRowPassShare * moved * (loop->modelled ? kAddsPerByte : kSlowAddsPerByte);
+}
+
+static double dw_effort(const block_loop* loop, int64_t rows, int64_t classes, bool sums) {
+  if (!loop->problem->wants.grad_weight) return 0.0;
+  int64_t size = flce_size_of(loop->accum_dtype);
+  return gemm_effort(loop, classes, loop->plan->weight_hidden, rows, size, sums);
+}
+
+static double block_effort(const block_loop* loop, block_shape block) {
+  int64_t h = loop->plan->hidden, stat = flce_size_of(flce_stat_dtype(loop->plan->dtype));
+  double effort = exp_effort(loop, block.rows, block.classes);
+  if (loop->makes_dx) effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
+  return effort + dw_effort(loop, block.rows, block.classes, true);
 }
 
 /* The pass for the statistics, which a loop over chunks of save=grads does not need: there the
@@ -130,7 +140,7 @@ static double statistics_effort(const block_loop* loop) {
 
 static double loop_effort(const block_loop* loop, block_shape block) {
   double blocks = (double)(ceil_div(loop->problem->shape.rows, block.rows) *
-                           ceil_div(loop->problem->shape.vocab, block.classes));
+                           ceil_div(loop->classes, block.classes));
   return blocks * block_effort(loop, block);
 }
 
@@ -175,7 +185,7 @@ static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   if (rows <= loop->fewest_rows) left = max64(left, LEAST_LOGITS_BYTES);
   int64_t steps = min64(left, bound) / (rows * loop->z_size) / FLCE_BLOCK_CLASS_STEP;
   return min64(max64(steps, 0) * FLCE_BLOCK_CLASS_STEP,
-               round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
+               round_up(loop->classes, FLCE_BLOCK_CLASS_STEP));
 }
 
 /* The next smaller number of classes worth a try: that whose logits GEMM fills its last wave of
@@ -193,34 +203,105 @@ static int64_t next_number(int64_t chunks) {
   return chunks + max64(chunks / 8, 1);
 }
 
+/* The blocks of a loop that take the least time, if less than `least`, and more rows than
+ * `chunk_rows`. Returns that time, or INFINITY. */
+static double fastest_blocks(const block_loop* loop, double least, int64_t chunk_rows,
+                             block_shape* block) {
+  enum { MOST_CHUNKS = 1024, SIZES = 5 };
+  int64_t n = loop->problem->shape.rows;
+  double found = INFINITY;
+  for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
+    int64_t rows = max64(whole_tiles(loop, ceil_div(n, number)), loop->fewest_rows);
+    if (rows <= chunk_rows) break;
+    int64_t fit = fitting_classes(loop, rows);
+    for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
+      const block_shape tried = {.rows = rows, .classes = fit};
+      double effort = loop_effort(loop, tried);
+      if (effort < least) {
+        least = found = effort;
+        *block = tried;
+      }
+      fit = fewer_classes(loop, rows, fit);
+    }
+    if (rows <= max64(SMALL_ROW_STEP, loop->fewest_rows)) break;
+  }
+  return found;
+}
+
+/* ---- dX first ---- */
+
+static dw_memory memory_of(const block_loop* loop) {
+  const flce_plan* plan = loop->plan;
+  int64_t n = loop->problem->shape.rows,
+          size = loop->fuses ? flce_size_of(plan->dtype) : loop->z_size;
+  return (dw_memory){.classes = loop->problem->shape.vocab,
+                     .row = flce_dw_row(plan),
+                     .copies = n * loop->row_bytes,
+                     .logits_class = n * size};
+}
+
+/* The time of dW by blocks over all rows, as far as that pays, and by those of *block after them.
+ */
+static double whole_blocks_effort(const block_loop* of_last, const dw_memory* memory,
+                                  block_shape* block) {
+  block_loop rest = *of_last;
+  double least = INFINITY, before = 0.0;
+  for (int64_t first = 0, classes = 1; classes > 0; first += classes) {
+    rest.classes = memory->classes - first;
+    double effort = before + loop_effort(&rest, *block);
+    if (effort < least) {
+      least = effort;
+      block->whole_classes = first;
+    }
+    classes = flce_whole_block_classes(memory, first);
+    if (classes == 0) break;
+    int64_t n = rest.problem->shape.rows;
+    before += exp_effort(&rest, n, classes) + dw_effort(&rest, n, classes, false);
+  }
+  return least;
+}
+
+/* The blocks of dW after a pass for dX. Returns the time of both, or INFINITY. */
+static double choose_dx_first(block_loop loop, const chunks_in_place* chunks, block_shape* block) {
+  bool one_chunk = chunks->rows >= loop.problem->shape.rows;
+  if (one_chunk || isinf(chunks->dx_effort)) return INFINITY;
+  loop.makes_dx = false;
+  loop.row_bytes -= loop.plan->hidden * flce_size_of(flce_stat_dtype(loop.plan->dtype));
+  choose_dw_sum(&loop, chunks->default_rows);
+  if (!flce_dw_is_free(loop.problem, loop.plan, loop.accum_dtype)) return INFINITY;
+  dw_memory memory = memory_of(&loop);
+  /* About the classes that are left after the blocks over all rows. */
+  int64_t left = (memory.copies + FLCE_BLOCK_CLASS_STEP * memory.logits_class) / memory.row;
+  loop.classes = min64(max64(left, FLCE_BLOCK_CLASS_STEP), memory.classes);
+  if (isinf(fastest_blocks(&loop, INFINITY, 0, block))) return INFINITY;
+  block->dx_first = true;
+  return chunks->dx_effort + whole_blocks_effort(&loop, &memory, block);
+}
+
+/* FLCE_BLOCKS. */
+static block_shape asked_block(const block_loop* loop, const chunks_in_place* chunks) {
+  const flce_facts* facts = loop->facts;
+  int64_t all = round_up(loop->classes, FLCE_BLOCK_CLASS_STEP);
+  return (block_shape){.rows = min64(facts->asked_rows, loop->problem->shape.rows),
+                       .classes = min64(facts->asked_classes, all),
+                       .dx_first = facts->asks_dx_first && !isinf(chunks->dx_effort),
+                       .whole_classes = loop->classes};
+}
+
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
                        const chunks_in_place* chunks, block_shape* block) {
-  enum { MOST_CHUNKS = 1024, SIZES = 5 };
   block_loop loop = loop_of(problem, facts, plan);
+  *block = (block_shape){0};
+  if (facts->asks_block) {
+    *block = asked_block(&loop, chunks);
+    return;
+  }
+  block_shape dx_first = {0};
+  double of_dx_first = choose_dx_first(loop, chunks, &dx_first);
   choose_dw_sum(&loop, chunks->default_rows);
   /* A sum of dW that chunks would widen takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
-  double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
-  int64_t n = problem->shape.rows;
-  *block = (block_shape){0};
-  if (facts->asks_block) {
-    int64_t all = round_up(problem->shape.vocab, FLCE_BLOCK_CLASS_STEP);
-    *block = (block_shape){min64(facts->asked_rows, n), min64(facts->asked_classes, all)};
-    return;
-  }
-  for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
-    int64_t rows = max64(whole_tiles(&loop, ceil_div(n, number)), loop.fewest_rows);
-    if (rows <= chunks->rows) break; /* blocks are for fewer chunks of rows */
-    int64_t fit = fitting_classes(&loop, rows);
-    for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
-      const block_shape tried = {rows, fit};
-      double effort = loop_effort(&loop, tried);
-      if (effort < least) {
-        least = effort;
-        *block = tried;
-      }
-      fit = fewer_classes(&loop, rows, fit);
-    }
-    if (rows <= max64(SMALL_ROW_STEP, loop.fewest_rows)) break;
-  }
+  double of_chunks = widens ? INFINITY : chunks->effort, statistics = statistics_effort(&loop);
+  double least = fastest_blocks(&loop, of_chunks - statistics, chunks->rows, block) + statistics;
+  if (of_dx_first < fmin(least, of_chunks)) *block = dx_first;
 }

@@ -20,11 +20,13 @@
 
 #include "core/blocks.h"
 #include "core/buffers.h"
+#include "core/dw_memory.h"
 #include "core/plan_counts.h"
 #include "core/plan_rules.h"
 
 #include "loss.h"
 
+#include <math.h>
 #include <string.h>
 
 enum {
@@ -106,7 +108,8 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   bool reads_z = !only_statistics(plan);
   if (plan->form == FLCE_FORM_EXP || (plan->strategy == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (recomputes_logits(plan) && !reads_z) return !problem->has.probabilities;
+  if (recomputes_logits(plan) && problem->has.probabilities) return false;
+  if (recomputes_logits(plan) && !reads_z) return true;
   bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
@@ -127,7 +130,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->fuses_blocks = by_blocks(plan) && may_fuse_blocks(facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
-  bool makes_e = plan->fuses_rows && exp_form && !recomputes_logits(plan);
+  bool makes_e = plan->fuses_rows && exp_form && (!recomputes_logits(plan) || plan->dx_first);
   if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
@@ -204,7 +207,7 @@ static int choose_dw_fp16_shift(int64_t rows) {
  * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  if (by_blocks(plan)) return stat; /* it is a sum over blocks of classes */
+  if (by_blocks(plan) && !plan->dx_first) return stat; /* it is a sum over blocks of classes */
   flce_dtype own = plan->partial_dx_dtype;
   if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
@@ -310,8 +313,22 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
   return max64(max64(left, of_tokens) / row, 1);
 }
 
+/* The chunks of dX in the memory of dW. */
+static chunk_loop dx_loop(const flce_problem* problem, const flce_facts* facts,
+                          const flce_plan* plan) {
+  chunk_loop loop = any_loop(problem, plan);
+  loop.makes_logits = true;
+  loop.makes_dw = false;
+  loop.prefers_small_chunks = false;
+  loop.max_memory = problem->shape.vocab * flce_dw_row(plan) - FLCE_DW_PADDING;
+  loop.row_bytes = loop.logits_bytes = flce_dx_row_bytes(problem, facts, plan);
+  if (plan->fuses_rows) loop.tile_rows = facts->fused_tile_rows;
+  return loop;
+}
+
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
                                const flce_plan* plan) {
+  if (plan->dx_first) return dx_loop(problem, facts, plan);
   chunk_loop loop = any_loop(problem, plan);
   bool gradients = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
   loop.makes_logits = true;
@@ -401,6 +418,18 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 
 /* ---- the plan ---- */
 
+/* The classes that blocks over all rows have: at most `most`. */
+static int64_t choose_whole_classes(const flce_problem* problem, const flce_plan* plan,
+                                    int64_t most) {
+  dw_memory memory = flce_memory_of_dw(problem, plan);
+  int64_t first = 0, classes = 0;
+  do {
+    first += classes;
+    classes = first < most ? flce_whole_block_classes(&memory, first) : 0;
+  } while (classes > 0);
+  return first;
+}
+
 /* The plan with gradients by blocks of this shape, or by chunks of all classes if that is 0. */
 static flce_status plan_with_blocks(const flce_problem* problem, const flce_facts* facts,
                                     block_shape block, flce_plan* plan) {
@@ -409,8 +438,12 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   plan->rows = problem->shape.rows;
   plan->block_rows = block.rows;
   plan->block_classes = block.classes;
+  plan->dx_first = block.dx_first;
   flce_choose_dtypes(problem, facts, plan);
-  if (by_blocks(plan))
+  if (plan->dx_first) {
+    plan->dw_row_bytes = flce_dw_row_bytes(problem, facts, plan);
+    plan->whole_classes = choose_whole_classes(problem, plan, block.whole_classes);
+  } else if (by_blocks(plan))
     plan->dx_piece_rows =
         gemm_piece_rows(plan, facts, plan->dx_gemm_dtype, plan->block_rows, plan->hidden);
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
@@ -422,6 +455,20 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   return FLCE_OK;
 }
 
+/* The time of logits and dX by chunks in the memory of dW. */
+static flce_status measure_dx_chunks(const flce_problem* problem, const flce_facts* facts,
+                                     const flce_plan* plan, double* effort) {
+  *effort = INFINITY;
+  chunk_loop loop = dx_loop(problem, facts, plan);
+  bool is_free = flce_dw_is_free(problem, plan, narrow_sum_dtype(problem, plan));
+  bool may = problem->wants.grad_input && is_free && !flce_is_sharded(problem);
+  if (!may || loop.max_memory < loop.row_bytes) return FLCE_OK;
+  int64_t rows, number;
+  FLCE_TRY(choose_chunk_rows(problem, facts, &loop, &rows, &number));
+  *effort = flce_chunks_effort(problem, facts, &loop, rows);
+  return FLCE_OK;
+}
+
 /* The loop that makes the gradients by chunks of all classes, in place of blocks: its time, and the
  * rows of its chunks without a max_memory. */
 static flce_status measure_chunks(const flce_problem* problem, const flce_facts* facts,
@@ -430,6 +477,7 @@ static flce_status measure_chunks(const flce_problem* problem, const flce_facts*
   chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
   chunks->rows = grads ? plan->chunk_rows : plan->backward_chunk_rows;
   chunks->effort = flce_chunks_effort(problem, facts, &loop, chunks->rows);
+  FLCE_TRY(measure_dx_chunks(problem, facts, plan, &chunks->dx_effort));
   loop.max_memory = max64(loop.max_memory, DEFAULT_BYTES);
   loop.prefers_small_chunks = true;
   loop.accum_dtype = narrow_sum_dtype(problem, plan);
@@ -439,7 +487,8 @@ static flce_status measure_chunks(const flce_problem* problem, const flce_facts*
 
 flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
                               flce_plan* plan) {
-  block_shape block = {problem->derived.block_rows, problem->derived.block_classes};
+  block_shape block = {.rows = problem->derived.block_rows,
+                       .classes = problem->derived.block_classes};
   FLCE_TRY(plan_with_blocks(problem, facts, block, plan));
   if (problem->derived.chunk_rows > 0) return FLCE_OK;
   if (!flce_may_use_blocks(problem, facts, plan)) return FLCE_OK;
