@@ -372,7 +372,7 @@ class _Chunks:
         return count >= WIDE_SUM_CHUNKS if dtype is None else dtype.itemsize > 2
 
     def _set_options(self, input):
-        """The options of a chunk's call, of those of the caller's."""
+        """Makes the options of a chunk's call from those of the caller's call."""
         options, weight = self.options, self.sums.get("linear_weight")
         if weight is not None and weight.attribute is not None:
             options["accumulate_into"] = weight.attribute
@@ -441,9 +441,12 @@ class _Chunks:
         return self.sums[name].value() if name in self.sums else None
 
     def differentiable(self, total):
-        """`total`, whose backward multiplies the gradients by grad_output."""
+        """`total`, whose backward multiplies the gradients by grad_output. A ScaledGradients has
+        three leaves, input, weight and bias, so that an adapter's two take a second one: "" stands
+        for its missing bias, and its loss is 0 where the first one has the total."""
         total, parts = total.detach(), []
-        for names, accumulator in ((_OPERANDS[:3], self.accumulator), ((*_OPERANDS[3:], ""), None)):
+        of_adapter = (*_OPERANDS[3:], "")
+        for names, accumulator in ((_OPERANDS[:3], self.accumulator), (of_adapter, None)):
             if not self.needs.isdisjoint(names):
                 value = torch.zeros_like(total) if parts else total
                 gradients = dict(zip(GRADIENTS, map(self._gradient, names), strict=True))

@@ -215,13 +215,13 @@ def linear_cross_entropy_of(
     outputs = calls.run(call)
     if any(wanted):
         names = _differentiable_outputs(packed, has_class_logits)
-        outputs = autograd.with_graph(call, outputs, leaves, names, True, accumulator)
+        outputs = autograd.with_forward_graph(call, outputs, leaves, names, True, accumulator)
     return results(packed, outputs, target, of_loss, rows)
 
 
 def _differentiable_outputs(packed, has_classes=False):
     """The names of the operator's outputs that a gradient may reach."""
-    count = 2 if packed.differentiable else 1
+    count = 2 if packed.differentiates_stats else 1
     return calls.DIFFERENTIABLE[: 3 if has_classes else count]
 
 

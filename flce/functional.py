@@ -84,7 +84,9 @@ def _local(function, operands, options):
 def _untraced_run(function):
     """`run` of a call that adds to a parameter's gradient, which no graph may do."""
     accumulate.refuse_tracing()
-    # torch.compile would trace it after the graph break at refuse_tracing.
+    # Without fullgraph=True the error of refuse_tracing, which torch.compile meets while it traces,
+    # does not reach the user: torch.compile runs the frames that raise it uncompiled, where
+    # refuse_tracing passes, and would compile `run`, called from there, as a frame of its own.
     return validate.untraced(function.run)
 
 
@@ -166,9 +168,8 @@ def with_torch_options(linear_weight, options):
 def _schema_options(operands, options):
     """The options that torch.ops.flce's operators take, converted to the types of their schemas."""
     in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
-    if (
-        "divergence" in in_schema
-    ):  # a schema takes a tensor for a number, and refuses in other words
+    if "divergence" in in_schema:
+        # Checked here: a schema takes a tensor for a number, and refuses in words of its own.
         packing.split_comparison(in_schema)
     for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):

@@ -110,7 +110,7 @@ def results(packed, outputs, target, of_loss, rows):
     composite.LossTensors; rows: as in calls.CallOptions.
     """
     has_classes = outputs.class_logits is not None
-    if not packed.outputs and not has_classes:
+    if not packed.wants_outputs and not has_classes:
         return outputs.loss
     wanted, values = packed.wanted, _row_values(packed, outputs, target)
     if wanted.accuracy or wanted.z_loss:

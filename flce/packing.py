@@ -58,7 +58,8 @@ def parse_bytes(value, name="max_memory"):
 
 @functools.cache
 def share_of_memory(device):
-    """1/8 of the device's memory, in bytes; text is a GPU that need not be there."""
+    """1/8 of the device's memory, in bytes. device: a torch.device, or as text a GPU to plan for
+    without its hardware (flce.plan)."""
     if isinstance(device, str):
         _, _, memory, _, _ = operators.run_plain(torch.ops.flce.find_gpu.default, device)
         memory = int(memory)
@@ -115,8 +116,9 @@ class CallSettings(typing.NamedTuple):
 
     gradients: those that the operator makes. autocast: the index in DTYPES of the dtype to which it
     casts, or -1. frozen_hidden: columns of the weight without a gradient, with an adapter.
-    accumulates: whether the weight's gradient is added to an attribute of it. class_gradient:
-    whether logits of classes are outputs. divergence: one of flce_divergence of csrc/problem.h.
+    accumulates: whether the weight's gradient is added to an attribute of it. traced: whether a
+    graph is traced. class_gradient: whether logits of classes are outputs, whose gradient may
+    follow. divergence: one of flce_divergence of csrc/problem.h.
     """
 
     memory: Memory = Memory()
@@ -244,15 +246,19 @@ def all_classes(vocab_parallel, rows):
 
 
 class Packed:
-    """The options of a call that are no tensors, checked and packed; cached by their values."""
+    """The options of a call that are no tensors, checked and packed; cached by their values.
+
+    wants_outputs: whether a flag of `wanted` asks for more than the loss. differentiates_stats:
+    whether such an output is computed from stats and may have a gradient.
+    """
 
     def __init__(self, options):
         self.detaches_entropy = options["return_entropy"] == "detached"
         options = {**options, "return_entropy": self.detaches_entropy or options["return_entropy"]}
         wanted = self.wanted = Wanted(*(check_flag(name, options[name]) for name in RETURNS))
-        self.outputs = any(wanted)
+        self.wants_outputs = any(wanted)
         entropy_gradient = wanted.entropy and not self.detaches_entropy
-        self.differentiable = wanted.lse or entropy_gradient or wanted.tail_lse
+        self.differentiates_stats = wanted.lse or entropy_gradient or wanted.tail_lse
         self.reduction, self.gradient = options["reduction"], options["gradient"]
         self.z_loss = options["z_loss"]
         self.ignore_index = ignore_index_of(options["ignore_index"])

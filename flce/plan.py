@@ -176,8 +176,9 @@ def plan(
 
 
 def _device_of(device):
-    """(the torch.device, or the argument itself; a GPU that need not be there, as text, "" for a
-    device that is; the device's index)"""
+    """(device, gpu, index). Of a device that is present: the torch.device, "", its index. Else: the
+    argument itself, the name or the numbers of a GPU to plan for without its hardware, as text,
+    and an index without a meaning."""
     gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)
     kind, _, index = gpu.partition(":")
     index = int(index) if index.isdecimal() else 0

@@ -122,7 +122,8 @@ def cross_entropy(
     topk=0,
     **of_logits,
 ):
-    """`F.cross_entropy` of logits (..., V), classes last, with the same differences.
+    """`F.cross_entropy` of logits (..., V), classes last, with the two differences that
+    `linear_cross_entropy` has: an ignored row reaches no gradient, a mean over no rows is 0.
 
     of_logits: the options of `final_logits`, and return_lse and the like.
     """
