@@ -302,8 +302,9 @@ flce_status flce_check_items(double items, int64_t valid);
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 /* For flce.plan: the plan of forward and backward together; it is never executed. A divergence with
- * save=stats or FLCE_NONE: the backward is that of a second call with save=grads and FLCE_SUM. With
- * wants.class_gradient the backward is planned with backward.has_grad_classes. */
+ * save=stats or FLCE_NONE: the backward is a second call, with save=grads and FLCE_SUM, whose
+ * forward makes the gradients. With wants.class_gradient the backward is planned with
+ * backward.has_grad_classes. */
 flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 

@@ -30,7 +30,8 @@ class Plan:
     workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs in
     addition the bytes and GEMMs of the backward in a plan with save="stats".
     `block_rows`, `block_classes`: the blocks by which gradients are made under a small max_memory;
-    0 without.
+    0 without. `dx_first`: dX is made before them, in the memory of the weight's gradient, as are
+    the logits of the first `whole_classes` classes, over all rows.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,

@@ -1,9 +1,10 @@
-/* Whether gradients are made by blocks of rows and classes, and the shape of a block. Pure
- * functions, part of the plan.
+/* Whether gradients are made by blocks of rows and classes, whether dX is made first, and the shape
+ * of a block. Pure functions, part of the plan.
  *
  * A loop over chunks of all classes reads and writes dW once for each chunk, which is most of its
  * time where max_memory holds few rows. A loop over blocks computes the logits once more, after a
- * pass for the statistics, and reads and writes dW once for many more rows. The unit of time is
+ * pass for the statistics, and reads and writes dW once for many more rows. With dX first
+ * (dw_memory.h) that pass makes dX, too, and most of dW is written once. The unit of time is
  * that of chunks.c. The constants were fitted to the block shapes of six heads on an H100
  * (benchmarks/NOTES.md, 2026-11-27, blocks). */
 #include "core/blocks.h"
@@ -15,8 +16,8 @@
 
 enum {
   CLUSTER_ROWS = 256, /* of fused_exp */
-  /* Below so many bytes max_memory bounds the logits of a block alone; and so many the logits of a
-   * block with the fewest rows may have, within max_memory. */
+  /* LEAST_BYTES: a smaller max_memory bounds the logits of a block alone. LEAST_LOGITS_BYTES: a
+   * block of the fewest rows may have so many bytes of logits, within max_memory. */
   LEAST_BYTES = 32 << 20,
   LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
@@ -155,10 +156,10 @@ static int64_t most_bytes(const block_loop* loop) {
   return max64(loop->problem->memory.bound, LEAST_BYTES);
 }
 
-/* A 16-bit sum of dW is rounded once for each chunk of rows. It serves blocks of so many rows that
- * it is rounded no more often than over the chunks without max_memory, of default_rows. Where these
- * rows take more than max_memory and more than a sum in the stat dtype, which the loop over chunks
- * of all classes has too, the loop over blocks has one. */
+/* By default dW is summed in 16 bits, by blocks of at least as many rows as the chunks without
+ * max_memory have (default_rows), so that it is rounded no more often. If those rows need more than
+ * max_memory and more than a sum in the stat dtype, and the loop over chunks of all classes would
+ * have such a sum, the loop over blocks has one. */
 static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
   const flce_problem* problem = loop->problem;
   flce_dtype stat = flce_stat_dtype(loop->plan->dtype);
@@ -177,8 +178,8 @@ static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
     loop->fewest_rows = rows;
 }
 
-/* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds the logits
- * and, from LEAST_BYTES on, the rows of dX and x with them, but for the fewest rows. */
+/* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds its logits
+ * and, from LEAST_BYTES on, also its rows of dX and x, unless it has the fewest rows. */
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound;
   int64_t left = most_bytes(loop) - rows * loop->row_bytes;
@@ -262,7 +263,8 @@ static double whole_blocks_effort(const block_loop* of_last, const dw_memory* me
 }
 
 /* The blocks of dW after a pass for dX. Returns the time of both, or INFINITY. */
-static double choose_dx_first(block_loop loop, const chunks_in_place* chunks, block_shape* block) {
+static double choose_dx_first(block_loop loop, const chunk_alternative* chunks,
+                              block_shape* block) {
   bool one_chunk = chunks->rows >= loop.problem->shape.rows;
   if (one_chunk || isinf(chunks->dx_effort)) return INFINITY;
   loop.makes_dx = false;
@@ -275,11 +277,15 @@ static double choose_dx_first(block_loop loop, const chunks_in_place* chunks, bl
   loop.classes = min64(max64(left, FLCE_BLOCK_CLASS_STEP), memory.classes);
   if (isinf(fastest_blocks(&loop, INFINITY, 0, block))) return INFINITY;
   block->dx_first = true;
-  return chunks->dx_effort + whole_blocks_effort(&loop, &memory, block);
+  double effort = chunks->dx_effort + whole_blocks_effort(&loop, &memory, block);
+  /* E is written twice, the other loops write it once: blocks of classes have a pass for the
+   * statistics alone. */
+  int64_t written = loop.problem->shape.rows * memory.classes * flce_size_of(loop.plan->dtype);
+  return effort + (double)written * (loop.modelled ? kAddsPerByte : kSlowAddsPerByte);
 }
 
 /* FLCE_BLOCKS. */
-static block_shape asked_block(const block_loop* loop, const chunks_in_place* chunks) {
+static block_shape asked_block(const block_loop* loop, const chunk_alternative* chunks) {
   const flce_facts* facts = loop->facts;
   int64_t all = round_up(loop->classes, FLCE_BLOCK_CLASS_STEP);
   return (block_shape){.rows = min64(facts->asked_rows, loop->problem->shape.rows),
@@ -289,7 +295,7 @@ static block_shape asked_block(const block_loop* loop, const chunks_in_place* ch
 }
 
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
-                       const chunks_in_place* chunks, block_shape* block) {
+                       const chunk_alternative* chunks, block_shape* block) {
   block_loop loop = loop_of(problem, facts, plan);
   *block = (block_shape){0};
   if (facts->asks_block) {

@@ -16,17 +16,17 @@ typedef struct block_shape {
 bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan);
 
-/* The loop over chunks of all classes that blocks would replace. */
-typedef struct chunks_in_place {
+/* The loop over chunks of all classes that blocks would replace, and one that they may follow. */
+typedef struct chunk_alternative {
   double effort;        /* its modelled time, under the max_memory of the call */
   double dx_effort;     /* that of logits and dX in the memory of dW; INFINITY if that is in use */
   int64_t rows;         /* of a chunk */
   int64_t default_rows; /* of a chunk without max_memory */
-} chunks_in_place;
+} chunk_alternative;
 
 /* *block: the blocks that take the least time within max_memory, or 0 if none take less than the
  * chunks of `plan`. */
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
-                       const chunks_in_place* chunks, block_shape* block);
+                       const chunk_alternative* chunks, block_shape* block);
 
 #endif

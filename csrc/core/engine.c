@@ -384,7 +384,7 @@ static flce_status backward(execution* e) {
       return by_blocks(e->plan) ? backward_stats_by_blocks(e) : backward_stats(e);
     case FLCE_SAVE_SAMPLES:
       return backward_samples(e);
-    case FLCE_SAVE_NOTHING: /* flce_check_backward() has refused these two */
+    case FLCE_SAVE_NOTHING: /* flce_check_backward() has refused these three */
     case FLCE_SAVE_GRADS:
     case FLCE_SAVE_AUTO:
       break;

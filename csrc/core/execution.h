@@ -24,7 +24,7 @@ typedef struct execution {
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
   const int64_t* index; /* the tokens of the computed rows, if the plan gathers them, or NULL */
-  int64_t no_class;     /* of tensors->classes: the id that is none */
+  int64_t no_class; /* of tensors->classes: the id that is none. A shard's problem has another. */
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and

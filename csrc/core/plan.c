@@ -46,6 +46,11 @@ enum {
   GEMM_PIECE_BYTES = 4 << 20,
   /* max_memory by default, on devices with 8 GiB or more. */
   DEFAULT_BYTES = 1 << 30,
+  /* The logits of a chunk by default where no gradients are made and something reads them, on a
+   * GPU; but those of so many rows. More rows save launches alone: there is no dW that each chunk
+   * would read and write. */
+  LOSS_BYTES = 128 << 20,
+  LOSS_ROWS = 512,
 };
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -258,8 +263,8 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
 }
 
 /* The default of accum_dtype over many chunks. Their number depends on the cost of accumulating, so
- * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled
- * graph has to know it, and does not know the number of chunks. */
+ * it is chosen before, for sums in plan->dtype, and not again. The dtype of dW does not change: a
+ * compiled graph has to know it, and does not know the number of chunks. */
 static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool decided = problem->derived.chunk_rows > 0; /* accum_dtype is that of the equal share */
   bool sums = problem->wants.grad_weight && !gradients_are_sampled(plan);
@@ -313,6 +318,13 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
   return max64(max64(left, of_tokens) / row, 1);
 }
 
+/* Of a call without gradients on a GPU, with the default max_memory. */
+static bool makes_only_losses(const flce_problem* problem, const flce_facts* facts,
+                              const flce_plan* plan) {
+  bool is_gpu = facts->multiprocessors > 0;
+  return is_gpu && problem->memory.bound_is_default && !makes_gradients(problem, plan);
+}
+
 /* The chunks of dX in the memory of dW. */
 static chunk_loop dx_loop(const flce_problem* problem, const flce_facts* facts,
                           const flce_plan* plan) {
@@ -341,6 +353,9 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   if (problem->divergence.teacher && !problem->divergence.teacher->has.logits && !plan->packs)
     loop.row_bytes *= 2;
   loop.logits_bytes = loop.row_bytes;
+  bool has_logits = !plan->fuses_rows || !only_statistics(plan);
+  if (has_logits && makes_only_losses(problem, facts, plan))
+    loop.max_memory = min64(loop.max_memory, max64(LOSS_BYTES, LOSS_ROWS * loop.row_bytes));
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
@@ -472,7 +487,7 @@ static flce_status measure_dx_chunks(const flce_problem* problem, const flce_fac
 /* The loop that makes the gradients by chunks of all classes, in place of blocks: its time, and the
  * rows of its chunks without a max_memory. */
 static flce_status measure_chunks(const flce_problem* problem, const flce_facts* facts,
-                                  const flce_plan* plan, chunks_in_place* chunks) {
+                                  const flce_plan* plan, chunk_alternative* chunks) {
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
   chunks->rows = grads ? plan->chunk_rows : plan->backward_chunk_rows;
@@ -492,7 +507,7 @@ flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* fac
   FLCE_TRY(plan_with_blocks(problem, facts, block, plan));
   if (problem->derived.chunk_rows > 0) return FLCE_OK;
   if (!flce_may_use_blocks(problem, facts, plan)) return FLCE_OK;
-  chunks_in_place chunks;
+  chunk_alternative chunks;
   FLCE_TRY(measure_chunks(problem, facts, plan, &chunks));
   flce_choose_block(problem, facts, plan, &chunks, &block);
   return block.classes > 0 ? plan_with_blocks(problem, facts, block, plan) : FLCE_OK;

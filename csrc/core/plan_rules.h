@@ -4,6 +4,7 @@
 
 #include "core/chunks.h"
 
+/* In either pass. */
 static inline bool makes_gradients(const flce_problem* problem, const flce_plan* plan) {
   return plan->strategy != FLCE_SAVE_NOTHING &&
          (problem->wants.grad_input || problem->wants.grad_weight || problem->wants.grad_bias);

@@ -1,5 +1,5 @@
-/* What a sharded vocabulary adds to a call. For one rank these functions do nothing, or what the
- * backend's function does that they are named after, so that engine.c has one order of calls for
+/* What a sharded vocabulary adds to a call. For one rank these functions do nothing, or call
+ * the backend's function of the same name, so that engine.c has one order of calls for
  * any number of ranks. */
 #ifndef FLCE_SHARDS_H
 #define FLCE_SHARDS_H
