@@ -26,6 +26,7 @@ OTHERS = {
     "benchmarks/sampled_training.py": "tests/tools/test_benchmarks.py",
     "benchmarks/soak.py": "tests/tools/test_benchmarks.py",
     "benchmarks/train_loop.py": "tests/tools/test_benchmarks.py",
+    "benchmarks/train_parallel.py": "tests/tools/test_train_parallel.py",
     "docs/make_api.py": "tests/project/test_docs.py",
     "examples/finetune_hf.py": "tests/frameworks/test_finetune_hf.py",
     "tests/check_kernels.py": "tests/project/test_check_kernels.py",
