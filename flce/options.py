@@ -13,6 +13,8 @@ from typing import Annotated, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from . import mistakes
+
 if typing.TYPE_CHECKING:
     from .distributed import VocabParallel
 
@@ -440,7 +442,9 @@ def completed(function, defaults, options):
 def check_names(function, known, options):
     for name in options:
         if name not in known:
+            ours = mistakes.our_name(name, known)
             expected = f"expected some of {', '.join(known)}"
+            expected = f"use {ours}; {expected}" if ours else expected
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {expected}")
 
 
@@ -452,6 +456,8 @@ def show_options(function: _Function) -> _Function:
     Unpack of their TypedDict, by name with types and defaults."""
     signature = inspect.signature(function)
     *parameters, others = signature.parameters.values()
+    variadic = inspect.Parameter.VAR_POSITIONAL  # it takes what is refused by a better message
+    parameters = [parameter for parameter in parameters if parameter.kind is not variadic]
     (options,) = typing.get_args(others.annotation)
     by_name = inspect.Parameter.KEYWORD_ONLY
     for name, annotated in types_of(options).items():

@@ -117,7 +117,8 @@ def options_of(function):
     function = function.__init__ if inspect.isclass(function) else function
     function = [function, *typing_extensions.get_overloads(function)][-1]
     code = function.__code__
-    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    is_variadic = bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + is_variadic]
     (options,) = typing.get_args(function.__annotations__[name])
     return options
 
