@@ -2,13 +2,24 @@
 
 import numbers
 import typing
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from typing_extensions import Never, Unpack, overload
 
-from . import accumulate, class_losses, composite, mistakes, operators, packing, sharding, validate
+from . import (
+    accumulate,
+    class_losses,
+    composite,
+    mistakes,
+    operators,
+    overloads,
+    packing,
+    sharding,
+    validate,
+)
 from . import options as table
 from .modes import autocast_code
 from .options import LinearCrossEntropyOutput, show_options
@@ -226,14 +237,23 @@ def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: table.Target,
-    **options: Unpack[table.LossOptions],
+    **options: Unpack[overloads.LossOptions],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: table.Target,
-    **options: Unpack[table.OutputOptions],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[overloads.LseOptions],
+) -> overloads.LseOutput: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: table.Target,
+    **options: Unpack[overloads.OutputOptions],
 ) -> LinearCrossEntropyOutput: ...
 @overload
 def linear_cross_entropy(
@@ -370,11 +390,19 @@ def with_local_factors(options):
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsLossOptions]
+    logits: Tensor, target: Tensor, **options: Unpack[overloads.LogitsLossOptions]
 ) -> Tensor: ...
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsOutputOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[overloads.LogitsLseOptions],
+) -> overloads.LseOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, **options: Unpack[overloads.LogitsOutputOptions]
 ) -> LinearCrossEntropyOutput: ...
 @overload
 def cross_entropy(

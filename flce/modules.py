@@ -1,6 +1,7 @@
 """The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
 import typing
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +14,15 @@ from .options import (
     Attribute,
     Gradient,
     LinearCrossEntropyOutput,
-    LossOptions,
     ModuleOptions,
     Options,
-    OutputOptions,
     Reduction,
     Save,
     Target,
     completed,
     defaults,
 )
+from .overloads import LossOptions, LseOptions, LseOutput, OutputOptions
 from .packing import all_classes
 from .torch_private import WeightedLoss
 
@@ -100,6 +100,15 @@ class _CallOfLoss(typing.Protocol):
     def __call__(self, input: Tensor, target: Target, **options: Unpack[LossOptions]) -> Tensor: ...
     @overload
     def __call__(
+        self,
+        input: Tensor,
+        target: Target,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[LseOptions],
+    ) -> LseOutput: ...
+    @overload
+    def __call__(
         self, input: Tensor, target: Target, **options: Unpack[OutputOptions]
     ) -> LinearCrossEntropyOutput: ...
     @overload
@@ -116,7 +125,18 @@ class _CallOfHead(typing.Protocol):
         self, input: Tensor, labels: None = None, **options: Unpack[Options]
     ) -> Tensor: ...
     @overload
-    def __call__(self, input: Tensor, labels: Target, **options: Unpack[LossOptions]) -> Tensor: ...
+    def __call__(
+        self, input: Tensor, labels: Target | None, **options: Unpack[LossOptions]
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        input: Tensor,
+        labels: Target,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[LseOptions],
+    ) -> LseOutput: ...
     @overload
     def __call__(
         self, input: Tensor, labels: Target, **options: Unpack[OutputOptions]

@@ -266,61 +266,6 @@ class ReferenceLogprobsOptions(_OfSequences):
     """Of flce.reference.linear_logprobs."""
 
 
-# ---- for the overloads that type checkers see: no output asked for, or only what is asked for ----
-
-
-class _NoReturns(TypedDict, total=False):
-    return_lse: Literal[False]
-    return_entropy: Literal[False]
-    return_accuracy: Literal[False]
-    return_predictions: Literal[False]
-    return_z_loss: Literal[False]
-    return_tail_lse: Literal[False]
-
-
-class _Asked(TypedDict, total=False):
-    return_lse: Literal[True]
-    return_entropy: Literal[True, "detached"]
-    return_accuracy: Literal[True]
-    return_predictions: Literal[True]
-    return_z_loss: Literal[True]
-    return_tail_lse: Literal[True]
-
-
-class _NoOutputs(_NoReturns, total=False):
-    classes: None
-    topk: Literal[0]
-
-
-class _AskedOutputs(_Asked, total=False):
-    classes: Tensor
-    topk: int
-
-
-class LossOptions(_OfLoss, _NoOutputs): ...
-
-
-class OutputOptions(_OfLoss, _AskedOutputs): ...
-
-
-class LogitsLossOptions(_OfLogits, _NoReturns): ...
-
-
-class LogitsOutputOptions(_OfLogits, _Asked): ...
-
-
-class ReferenceLossOptions(_OfReference, _NoOutputs): ...
-
-
-class ReferenceOutputOptions(_OfReference, _AskedOutputs): ...
-
-
-class ReferenceLogitsLossOptions(_OfLogits, _NoOutputs): ...
-
-
-class ReferenceLogitsOutputOptions(_OfLogits, _AskedOutputs): ...
-
-
 # ---- outputs ----
 
 

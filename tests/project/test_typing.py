@@ -266,7 +266,7 @@ NARROWER = {"classes", "topk", *RETURNS}
 def test_an_option_has_one_type():
     """In all TypedDicts; those of overloads narrow it, without a default."""
     table = hints_of(Options) | hints_of(TeacherOptions)
-    for options in vars(flce.options).values():
+    for options in (*vars(flce.options).values(), *vars(flce.overloads).values()):
         if typing_extensions.is_typeddict(options):
             for name, hint in hints_of(options).items():
                 is_narrower = not hasattr(options.__annotations__[name], "__metadata__")
