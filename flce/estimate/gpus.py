@@ -53,7 +53,7 @@ _MORE = {
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that have a name."""
+    """The GPUs that have a name for `find_gpu` and `estimate`; `flce.plan` has fewer."""
     return [*str(torch.ops.flce.gpu_names()).split(), *_MORE]
 
 

@@ -35,6 +35,8 @@ class Training:
     lora: the rank of adapters on the layers' matrices, which alone are trained; 0: all parameters.
     fsdp: the ranks that share parameters, gradients and the optimizer's state; the tokens are
         those of one rank.
+
+    Raises ValueError for a value out of its range, by name.
     """
 
     dtype: torch.dtype = torch.bfloat16

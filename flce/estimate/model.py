@@ -100,7 +100,8 @@ class Model:
 
 
 def model_of_sizes(hidden: int, vocab: int, layers: int, **sizes: int | None) -> Model:
-    """A Model of numbers; what is not given is that of a Llama of this hidden size."""
+    """A Model of numbers, fields of Model; what is not given is that of a Llama of this hidden
+    size. ValueError for a size out of its range, by name."""
     known = {name: size for name, size in sizes.items() if size is not None}
     head_dim = known.setdefault("head_dim", max(1, min(128, hidden)))
     heads = known.setdefault("heads", max(1, hidden // max(1, head_dim)))

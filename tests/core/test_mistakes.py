@@ -359,6 +359,11 @@ def test_quantized_subclasses():
     begin = r"^linear_weight: expected a plain tensor, as dequantize\(\) makes it, got "
     with pytest.raises(TypeError, match=begin + "Quantized, which has no"):
         flce.linear_cross_entropy(X, Quantized(W), Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own are deprecated
+        weight = torch.quantize_per_tensor(W, 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match=begin + r"a tensor of torch\.qint8, which has no"):
+        flce.linear_cross_entropy(X, weight, Y)
 
 
 # ---- warnings and the log ----
