@@ -441,7 +441,7 @@ class _Chunks:
             if outputs[1] is not None or "NoneType" not in str(error):
                 raise
             expected = (
-                'no use of entropy, which is None without entropy="differentiable" or "detached"'
+                'no use of None, as its entropy is without entropy="differentiable", "detached"'
             )
             refuse("loss_fn", expected, f"{type(error).__name__}: {error}", TypeError)
 

@@ -1,6 +1,7 @@
 """Refusals, and the checks of what C does not see: types of values, autograd, transforms."""
 
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -64,7 +65,7 @@ _NOT_OF_USERS += (os.path.dirname(os.path.dirname(torch.__file__)) + os.sep,)
 
 def warn(text):
     """A UserWarning at the innermost line outside of flce and of installed packages, if any."""
-    frame = innermost = sys._getframe(1)
+    frame = innermost = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
         frame = frame.f_back
     frame = frame or innermost

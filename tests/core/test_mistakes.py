@@ -234,14 +234,14 @@ MISTAKES = {
     "entropy of None": (
         call(flce.linear_loss, X, W, Y, lambda p, entropy, rows: (p + 0.1 * entropy).sum()),
         TypeError,
-        'loss_fn: expected no use of entropy, which is None without entropy="differentiable" or '
+        'loss_fn: expected no use of None, as its entropy is without entropy="differentiable", '
         '"detached", got TypeError: ',
         "",
     ),
     "entropy of None, a method": (
         call(flce.linear_loss, X, W, Y, lambda p, entropy, rows: entropy.sum()),
         TypeError,
-        "loss_fn: expected no use of entropy, which is None",
+        "loss_fn: expected no use of None, as its entropy is without entropy=",
         "got AttributeError: 'NoneType' object has no attribute 'sum'",
     ),
     "divergence of another name": (
