@@ -65,5 +65,5 @@ else:
 
 
 def __dir__():
-    """With what is imported on first access, for help() and completion."""
-    return sorted({*globals(), *__all__})
+    """The public names alone, for help() and completion."""
+    return sorted((*__all__, "__version__"))

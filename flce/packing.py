@@ -12,7 +12,7 @@ import typing
 
 import torch
 
-from . import operators, validate
+from . import mistakes, operators, validate
 from ._C import getenv
 from .options import (
     CHOICES,
@@ -36,6 +36,7 @@ _ATTRIBUTES = typing.get_args(Attribute)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+_SUFFIXES = "B, KB, MB, GB, TB of 1000, KiB, MiB, GiB, TiB of 1024, in any letter case"
 
 
 def parse_bytes(value, name="max_memory"):
@@ -43,7 +44,7 @@ def parse_bytes(value, name="max_memory"):
 
     Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
     """
-    expected = 'a positive number of bytes or text such as "512MiB"'
+    expected = f'a positive number of bytes or text such as "512MiB" ({_SUFFIXES})'
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
         refuse(name, expected, type(value).__name__, TypeError)
     size = value
@@ -196,7 +197,7 @@ _PACKED = {k: v for k, v in defaults().items() if k not in TENSORS | {"options"}
 def _choice(name, value):
     choices = typing.get_args(Save) if name == "save" else CHOICES[name]
     if value not in choices:
-        refuse(name, f"one of {choices}", repr(value))
+        refuse(name, f"one of {choices}", f"{value!r}{mistakes.our_value(value, choices)}")
     return CHOICES[name].index(value)
 
 
@@ -266,7 +267,8 @@ class Packed:
         self.topk = check_integer("topk", options["topk"])
         self.accumulate_into = options["accumulate_into"]
         if self.accumulate_into not in (None, *_ATTRIBUTES):
-            refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(self.accumulate_into))
+            got = f"{self.accumulate_into!r}{mistakes.our_value(self.accumulate_into, _ATTRIBUTES)}"
+            refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", got)
         self.valid_vocab, self.valid_bound = options["valid_vocab"], options["valid_bound"]
         if self.valid_vocab is not None:
             check_integer("valid_vocab", self.valid_vocab)
@@ -389,7 +391,8 @@ def split_comparison(options):
 def divergence_code(divergence):
     """The flce_divergence of that name."""
     if divergence not in DIVERGENCES:
-        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+        got = f"{divergence!r}{mistakes.our_value(divergence, DIVERGENCES)}"
+        refuse("divergence", f"one of {DIVERGENCES}", got)
     return 1 + DIVERGENCES.index(divergence)
 
 

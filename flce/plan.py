@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import Unpack
 
-from . import calls, packing, validate
+from . import calls, packing, plan_words, validate
 from . import options as table
 
 
@@ -22,7 +22,8 @@ class Collective(typing.NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan for one problem, as csrc/core/plan.c makes it; str() formats it as a table.
+    """The plan for one problem, as csrc/core/plan.c makes it. str() is a summary in words and MiB;
+    `text` is the whole of it by its fields' names, `as_dict()` the fields, for programs.
 
     Sizes are bytes in addition to the inputs; `buffers` maps a buffer's name to its size. Peaks
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
@@ -69,7 +70,13 @@ class Plan:
     collectives: dict[str, Collective] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.text
+        return plan_words.summary(self)
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields by name, sizes in bytes, as JSON can hold them."""
+        fields = {name: value for name, value in vars(self).items() if name != "text"}
+        collectives = {name: one._asdict() for name, one in self.collectives.items()}
+        return {**fields, "buffers": dict(self.buffers), "collectives": collectives}
 
 
 _OPTIONS = table.defaults(table.PlanOptions)

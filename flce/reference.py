@@ -21,14 +21,16 @@ from typing_extensions import Unpack, overload
 from .options import (
     RETURNS,
     LinearCrossEntropyOutput,
-    ReferenceLogitsLossOptions,
     ReferenceLogitsOptions,
-    ReferenceLogitsOutputOptions,
     ReferenceLogprobsOptions,
-    ReferenceLossOptions,
     ReferenceOptions,
-    ReferenceOutputOptions,
     show_options,
+)
+from .overloads import (
+    ReferenceLogitsLossOptions,
+    ReferenceLogitsOutputOptions,
+    ReferenceLossOptions,
+    ReferenceOutputOptions,
 )
 
 _IGNORED_OPTIONS = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-import warnings
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ from typing_extensions import Self, Unpack
 
 from .. import composite, torch_private
 from ..options import FuseOptions, check_names, defaults, show_options
-from ..validate import refuse
+from ..validate import refuse, warn
 from . import head as heads
 from . import steps
 from .reentry import enclosing_of, own_fusion
 
+logger = logging.getLogger("flce")
 _When = Literal["labels", "always"]
 _OPTIONS = defaults(FuseOptions)  # the others follow from the model's own call of the loss
 _MAX_RECORDS = 16  # kinds of losses counted apart: a scale that changes is another each step
@@ -283,6 +284,12 @@ class Fusion:
 
     def _count_loss(self, key):
         name = steps.describe(key)
+        if not self.losses:
+            logger.info(
+                "flce.fuse: %s: first loss without logits (steps after the head: %s)",
+                self._model_name,
+                name,
+            )
         is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
         self.losses["other steps" if is_new else name] += 1
 
@@ -292,10 +299,9 @@ class Fusion:
     def _count_fall_back(self, reason, consequence):
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
-            warnings.warn(
+            warn(
                 f"flce.fuse: {self._model_name}: {reason}: {consequence}; "
-                "flce.explain(model) lists such reasons",
-                stacklevel=3,
+                "flce.explain(model) lists such reasons"
             )
 
     for _function in (_fuse_replacements, _note_call, _note_head, _has_missed_head):
@@ -351,10 +357,9 @@ def _heads_to_fuse(model, head):
                     f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
                 )
             if not _are_nested(model, fusion.model):
-                warnings.warn(
+                warn(
                     f"flce.fuse: {name} belongs to another model, {type(fusion.model).__name__}, "
-                    "too, which is not fused any more",
-                    stacklevel=3,
+                    "too, which is not fused any more"
                 )
             fusion.remove()
     return named_heads
@@ -417,7 +422,9 @@ def fuse(
         if strict:
             fusion.remove()
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
-        warnings.warn(f"flce.fuse: {name} is not fused: {reason}", stacklevel=2)
+        warn(f"flce.fuse: {name} is not fused: {reason}")
+    for name, _, _ in fusion.attached():
+        logger.info("flce.fuse: %s: head %s is fused, when=%r", type(model).__name__, name, when)
     return fusion
 
 

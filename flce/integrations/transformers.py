@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torch import nn
-from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from flce.fusion.handle import Fusion, fuse
 from flce.fusion.head import DATA_PARALLEL, find_fusion_in
 from flce.options import FuseOptions, show_options
+
+from ._rebind import imports_of
+
+with imports_of("transformers"):
+    from transformers import TrainerCallback
 
 
 class FuseCallback(TrainerCallback):

@@ -49,7 +49,7 @@ CHOICES = [
 @pytest.mark.parametrize(("sizes", "options", "expected"), CHOICES)
 def test_choice(name, sizes, options, expected):
     plan = flce.plan(*sizes, dtype=BF16, device=name, **options)
-    assert by_blocks(plan) == expected, str(plan)
+    assert by_blocks(plan) == expected, plan.text
     assert ("gradients by blocks" in plan.text) == expected
 
 
