@@ -3,17 +3,10 @@
 import importlib
 import typing
 
-import torch
+__version__ = "0.1.0"
 
-try:
-    from . import _C  # noqa: F401  registers the operators
-except ImportError as error:
-    raise ImportError(
-        f"flce: no compiled module flce._C for torch {torch.__version__}: {error}. In a clone, run "
-        "`pip install --no-build-isolation -e .`, or start Python in another folder"
-    ) from error
-
-from . import reference
+# The first of flce's own: it imports torch and the compiled module.
+from . import installation, reference  # noqa: F401
 from .chunked_loss import linear_loss
 from .distillation import linear_divergence
 from .distributed import VocabParallel
@@ -24,7 +17,6 @@ from .options import LinearCrossEntropyOutput, TopLogprobs
 from .plan import Plan, plan
 from .targets import num_items
 
-__version__ = "0.1.0"
 __all__ = [
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",

@@ -46,6 +46,32 @@ LACKING = {  # what is done first, the environment, what is said
         {"CC": sys.executable, "CXX": sys.executable},
         "Python's headers (python3-dev) are needed: there is no /absent/Python.h",
     ),
+    "old Python": (
+        "sys.version_info = (3, 9, 1)",
+        {},
+        "Python 3.10 or later is needed, not 3.9",
+    ),
+    "old setuptools": (
+        "import setuptools; setuptools.__version__ = '76.1.0'",
+        {},
+        "setuptools 77 or later is needed, not 76.1.0: pip install ",
+    ),
+    "no cublasLt.h": (
+        "import importlib.util; importlib.util.find_spec = lambda name: None;"
+        "import shutil; shutil.which = lambda *_, **__: '/absent/bin/nvcc'",
+        {"FLCE_CUDA": "1", "CUDA_HOME": "/absent"},
+        "pip install --no-deps nvidia-cublas brings it",
+    ),
+    "no libraries of another machine": (
+        "import shutil; shutil.which = lambda *_, **__: sys.executable",
+        {"FLCE_MACHINE": "sparc64", "FLCE_GLIBC": "2.28"},
+        "no libraries in build/cross-sparc64: `python tools/cross.py sparc64` makes them",
+    ),
+    "another machine's glibc": (
+        "import shutil; shutil.which = lambda *_, **__: sys.executable",
+        {"FLCE_MACHINE": "sparc64"},
+        "FLCE_MACHINE=sparc64 needs FLCE_GLIBC, such as 2.28, too",
+    ),
     "no zig": (
         "sys.modules['ziglang'] = None",
         {"FLCE_GLIBC": "2.28", "CC": sys.executable, "CXX": sys.executable},
@@ -65,6 +91,41 @@ def test_nothing_is_compiled_where_something_lacks(tmp_path, lacking):
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("flce: "))
     assert done.returncode == 1 and said in line
     assert list(tmp_path.iterdir()) == []
+
+
+def built_lines(monkeypatch, tmp_path, nvcc, why):
+    """The last lines of a build in which nothing is compiled."""
+    monkeypatch.chdir(tmp_path)
+    Path("flce").mkdir()
+    for name in ("FLCE_CUDA_ARCHS", "FLCE_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    Build = setup["Build"]
+    monkeypatch.setitem(Build.run.__globals__, "find_cuda", lambda: (nvcc, "/include", why))
+    monkeypatch.setitem(Build.run.__globals__, "build_cuda", lambda *_: None)
+    monkeypatch.setattr(setup["build_ext"], "run", lambda self: None)
+    command = Build(setup["setuptools"].Distribution({"name": "flce"}))
+    command.inplace = 1
+    command.run()
+    return command.summary
+
+
+def test_the_last_lines_say_what_was_built(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\nprintf 'compute_80\\ncompute_90\\ncompute_91\\n'\n")
+    nvcc.chmod(0o755)
+    built, choice = built_lines(monkeypatch, tmp_path, str(nvcc), None)
+    gpus = "sm_80 sm_90 compute_90 (PTX)"
+    assert built == f"built for the CPU and for CUDA, GPUs of {gpus}, by {nvcc}"
+    assert "FLCE_CUDA_ARCHS" in choice and "FLCE_CUDA=0" in choice
+
+
+@pytest.mark.parametrize("why", ["no cublasLt.h in /include", "FLCE_CUDA=0"])
+def test_the_last_lines_say_why_there_is_no_cuda(monkeypatch, tmp_path, why):
+    built, choice = built_lines(monkeypatch, tmp_path, None, why)
+    assert built == f"built for the CPU alone, CUDA tensors will be refused: {why}"
+    assert ("FLCE_CUDA=1 makes this an error" in choice) == (why != "FLCE_CUDA=0")
+    assert Path("flce/libflce_cuda.txt").read_text() == f"left out of the build: {why}\n"
 
 
 NVCC = """#!/bin/sh
@@ -154,7 +215,8 @@ def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
     clone, site = tmp_path / "flce", tmp_path / "site"
     for folder in (clone / "flce", site):
         folder.mkdir(parents=True)
-    (clone / "flce" / "__init__.py").write_text((ROOT / "flce" / "__init__.py").read_text())
+    for name in ("__init__.py", "installation.py"):
+        (clone / "flce" / name).write_text((ROOT / "flce" / name).read_text())
     (site / "flce").symlink_to(ROOT / "flce")
     code = "import sys; sys.path[1:1] = sys.argv[1:]; import flce; print(flce.__file__)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
