@@ -88,7 +88,7 @@ cuda: $(READY)
 # MACHINE=aarch64: for that machine, by the compilers of the packages {gcc,g++}-aarch64-linux-gnu.
 wheel: $(READY)
 	rm -rf build/lib.* dist/flce-*_$(MACHINE).whl  # modules deleted since would go into the wheel
-	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
+	$(PIP) install -q --group release
 	$(if $(filter $(HOST),$(MACHINE)),,$(PYTHON) tools/cross.py $(MACHINE))
 	$(ONLY) FLCE_MACHINE=$(MACHINE) FLCE_GLIBC=2.28 FLCE_CUDA=1 \
 		$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
@@ -102,7 +102,7 @@ sbom: $(READY)
 
 # The layout of Hugging Face's kernel hub, in build/hub; FLCE_CUDA=0 for its CPU build alone.
 hub: $(READY)
-	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
+	$(PIP) install -q --group release
 	FLCE_MACHINE=$(MACHINE) $(PYTHON) tools/hub.py build/hub
 
 # The site, in build/site. Fails where a page or a link is missing; fetches nothing.
@@ -124,9 +124,9 @@ clean:
 
 # Never a range for torch: what is there satisfies flce's own, so pip leaves it as it is.
 $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
-	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "setuptools>=77" wheel
+	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "pip>=25.1" "setuptools>=77" wheel
 	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
-		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation -e ".[tests,dev,docs,example]"
+		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation --group tests --group dev --group docs -e ".[example]"
 	@mkdir -p $(@D) && touch $@
 
 # An extra's packages without flce, which would be built anew. torch is named with the version that

@@ -61,8 +61,24 @@ CROSS_LIBRARIES = Path("build", f"cross-{MACHINE}")
 if CROSS:
     os.environ["CC"], os.environ["CXX"] = f"{MACHINE}-linux-gnu-gcc", f"{MACHINE}-linux-gnu-g++"
     os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{MACHINE}"  # folders of build/, and the tag
+# Where the sources are on the web: of a release, by .github/workflows/build.yml.
+URL = os.environ.get("FLCE_URL", "").rstrip("/")
 # The namespace of the operators; another where several builds are to be loaded by one process.
 OPS = os.environ.get("FLCE_OPS") or "flce"
+
+
+def links(readme):
+    """README.md for a package index, which does not know where links of the clone lead."""
+    if not URL:
+        return readme
+    readme = re.sub(r"!\[([^]]*)\]\((?!\w+:)", rf"![\1]({URL}/raw/HEAD/", readme)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!\w+:|#)", rf"[\1]({URL}/blob/HEAD/", readme)
+
+
+def project_urls():
+    pages = {"Documentation": "tree/HEAD/docs", "Changelog": "blob/HEAD/CHANGELOG.md"}
+    pages |= {"Issues": "issues"}
+    return {"Source": URL, **{name: f"{URL}/{page}" for name, page in pages.items()}} if URL else {}
 
 
 def say(line):
@@ -365,6 +381,9 @@ if int(setuptools.__version__.split(".")[0]) < 77:  # it does not know pyproject
     )
 if __name__ == "__main__":  # tests/check_kernels.py imports the rest
     distribution = setup(
+        long_description=links(Path("README.md").read_text(encoding="utf-8")),
+        long_description_content_type="text/markdown",
+        project_urls=project_urls(),
         libraries=[("flce_core", CORE_LIBRARY)],
         ext_modules=[MODULE],
         cmdclass={"build_clib": BuildCore, "build_ext": Build},

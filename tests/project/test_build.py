@@ -229,6 +229,35 @@ def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
     assert "or start Python in another folder" in done[1].stderr.splitlines()[-1]
 
 
+def test_the_source_distribution_builds(tmp_path):
+    """Unpacked and away from the clone, in the environment that is there."""
+    pytest.importorskip("setuptools", "77")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("no clone of git: its files are not known")
+    for name in filter(None, files.stdout.split("\0")):  # what is not tracked may not be needed
+        (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "clone" / name)
+    build = "from setuptools import build_meta as b; print(b.build_{}(sys.argv[1]))"
+    done = python("import sys;" + build.format("sdist"), tmp_path, cwd=tmp_path / "clone")
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("flce-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    shutil.rmtree(tmp_path / "clone")
+    (source,) = (path.parent for path in tmp_path.glob("flce-*/setup.py"))
+    cuda = {"FLCE_CUDA": "0", "FLCE_GLIBC": ""}
+    done = python("import sys;" + build.format("wheel"), tmp_path, cwd=source, **cuda)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *_, built, choice = (line for line in done.stdout.splitlines() if line.startswith("flce: "))
+    assert "built for the CPU alone" in built and "nvcc and cublasLt.h are found" in choice
+    (wheel,) = tmp_path.glob("flce-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    loss = "flce.linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 2]))"
+    code = f"import torch, flce; print(flce.__file__, round({loss}.item(), 3))"
+    done = python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout.split() == [str(tmp_path / "site/flce/__init__.py"), "1.099"], done.stderr
+
+
 LIBRARIES = sorted((ROOT / "flce").glob("*.so"))
 
 
