@@ -347,6 +347,7 @@ class Build(build_ext):
         super().build_extensions()
 
 
+LINUX = sys.platform == "linux"
 # The stable ABI of torch 2.10 and of Python 3.10: one module for these and all later ones.
 ABI = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
 PLATFORM = {"plat_name": f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"}
@@ -384,10 +385,13 @@ if __name__ == "__main__":  # tests/check_kernels.py imports the rest
         long_description=links(Path("README.md").read_text(encoding="utf-8")),
         long_description_content_type="text/markdown",
         project_urls=project_urls(),
-        libraries=[("flce_core", CORE_LIBRARY)],
-        ext_modules=[MODULE],
-        cmdclass={"build_clib": BuildCore, "build_ext": Build},
+        # Elsewhere the package is Python alone, and flce/plain.py serves.
+        libraries=[("flce_core", CORE_LIBRARY)] if LINUX else [],
+        ext_modules=[MODULE] if LINUX else [],
+        cmdclass={"build_clib": BuildCore, "build_ext": Build} if LINUX else {},
         options={"bdist_wheel": {"py_limited_api": "cp310", **(PLATFORM if GLIBC else {})}},
     )
+    if not LINUX:
+        say(f"no compiled module for {sys.platform}: losses will be computed by flce.reference")
     for line in getattr(distribution.command_obj.get("build_ext"), "summary", ()):
         say(line)

@@ -1,5 +1,8 @@
 """Imports torch and the compiled module, or says in a sentence what is wrong with them.
 
+Where no module is built (not on Linux) and there is none, COMPILED is False, and flce/plain.py
+serves: with one warning.
+
 `python -m flce.info` has to report where the import of flce fails, but Python imports the package
 before flce/info.py runs. So the report is made here, and this file imports no other of flce.
 """
@@ -14,11 +17,14 @@ _FOLDER = Path(__file__).parent
 
 
 def _load():
-    """ImportError where torch or the module cannot be used; for `python -m flce.info` the report,
-    and the end of the process."""
+    """Whether the module is loaded. ImportError where torch or the module cannot be used; for
+    `python -m flce.info` the report, and the end of the process."""
     try:
         _import_torch()
+        if sys.platform != "linux" and not _modules():
+            return False
         _import_module()
+        return True
     except (ImportError, OSError) as error:  # torch's libraries may lack others
         # Where `-m` is still in the place of the script, Python is searching for its module.
         if sys.argv[:1] != ["-m"] or f"{__package__}.info" not in sys.orig_argv:
@@ -43,16 +49,19 @@ def _import_module():
         raise ImportError(f"flce: {_what_is_wrong(error)}") from error
 
 
+def _modules():
+    return sorted(_FOLDER.glob("_C.*"))
+
+
 def _what_is_wrong(error):
-    path = next(iter(sorted(_FOLDER.glob("_C.*"))), None)
-    if path is None:
+    if not _modules():
         return (
             f"no compiled module flce._C in {_FOLDER}. In a clone, run "
             "`pip install --no-build-isolation -e .`, or start Python in another folder"
         )
-    torch = sys.modules["torch"].__version__
+    module, torch = _modules()[0], sys.modules["torch"].__version__
     return (
-        f"the compiled module {path} cannot be loaded with torch {torch}: {error}. Install flce "
+        f"the compiled module {module} cannot be loaded with torch {torch}: {error}. Install flce "
         "again; `python -m flce.info` prints what there is"
     )
 
@@ -70,4 +79,10 @@ def _report(error):
     yield f"not usable: {error}"
 
 
-_load()
+COMPILED = _load()
+if not COMPILED:
+    warnings.warn(
+        "flce: there is no compiled module for this platform: losses are computed by "
+        "flce.reference, slowly and with all logits in memory",
+        stacklevel=3,
+    )

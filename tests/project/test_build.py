@@ -23,7 +23,7 @@ def python(code, *arguments, cwd, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
 
 
