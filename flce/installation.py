@@ -21,7 +21,7 @@ def _load():
     `python -m flce.info` the report, and the end of the process."""
     try:
         _import_torch()
-        if sys.platform != "linux" and not _modules():
+        if sys.platform != "linux" and not _built():
             return False
         _import_module()
         return True
@@ -44,26 +44,23 @@ def _import_torch():
 
 def _import_module():
     try:
-        from . import _C  # noqa: F401  registers the operators
+        from ._C import read_environment  # noqa: F401  registers the operators
     except ImportError as error:
-        raise ImportError(f"flce: {_what_is_wrong(error)}") from error
+        if not _built():
+            raise ImportError(
+                f"flce: no compiled module flce._C in {_FOLDER}. In a clone, run `pip install "
+                "--no-build-isolation -e .`, or start Python in another folder"
+            ) from error
+        module, torch = _built()[0], sys.modules["torch"].__version__
+        raise ImportError(
+            f"flce: the compiled module {module} cannot be loaded with torch {torch}: {error}. "
+            "Install flce again; `python -m flce.info` prints what there is"
+        ) from error
 
 
-def _modules():
+def _built():
+    """The compiled module's file, if there is one."""
     return sorted(_FOLDER.glob("_C.*"))
-
-
-def _what_is_wrong(error):
-    if not _modules():
-        return (
-            f"no compiled module flce._C in {_FOLDER}. In a clone, run "
-            "`pip install --no-build-isolation -e .`, or start Python in another folder"
-        )
-    module, torch = _modules()[0], sys.modules["torch"].__version__
-    return (
-        f"the compiled module {module} cannot be loaded with torch {torch}: {error}. Install flce "
-        "again; `python -m flce.info` prints what there is"
-    )
 
 
 def _report(error):

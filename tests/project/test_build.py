@@ -191,8 +191,10 @@ def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
     pytest.importorskip("setuptools", "77")
     clone, site = tmp_path / "flce", tmp_path / "site"
     clone.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "flce"):  # no setup.py: nothing compiles
+    for name in ("pyproject.toml", "README.md", "LICENSE", "flce"):
         (clone / name).symlink_to(ROOT / name)
+    setup = "import setuptools; setuptools.setup(long_description='', project_urls={'Source': 'a'})"
+    (clone / "setup.py").write_text(setup)  # nothing compiles
     build = "from setuptools import build_meta; build_meta.build_editable('..')"
     done = python(build, cwd=clone)
     assert done.returncode == 0, done.stderr
