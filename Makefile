@@ -33,6 +33,7 @@ BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
 ONLY := env -u FLCE_CUDA_ARCHS $(if $(ARCHS),FLCE_CUDA_ARCHS="$(ARCHS)")
 HOST := $(shell uname -m)
 MACHINE ?= $(HOST)
+CROSS = $(if $(filter $(HOST),$(MACHINE)),,$(PYTHON) tools/cross.py $(MACHINE))
 READY := build/ready$(subst /,-,$(PYTHON))
 FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
@@ -89,7 +90,7 @@ cuda: $(READY)
 wheel: $(READY)
 	rm -rf build/lib.* dist/flce-*_$(MACHINE).whl  # modules deleted since would go into the wheel
 	$(PIP) install -q --group release
-	$(if $(filter $(HOST),$(MACHINE)),,$(PYTHON) tools/cross.py $(MACHINE))
+	$(CROSS)
 	$(ONLY) FLCE_MACHINE=$(MACHINE) FLCE_GLIBC=2.28 FLCE_CUDA=1 \
 		$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
 	$(ONLY) $(PYTHON) tests/check_wheel.py dist/flce-*_$(MACHINE).whl
@@ -103,6 +104,7 @@ sbom: $(READY)
 # The layout of Hugging Face's kernel hub, in build/hub; FLCE_CUDA=0 for its CPU build alone.
 hub: $(READY)
 	$(PIP) install -q --group release
+	$(CROSS)
 	FLCE_MACHINE=$(MACHINE) $(PYTHON) tools/hub.py build/hub
 
 # The site, in build/site. Fails where a page or a link is missing; fetches nothing.
