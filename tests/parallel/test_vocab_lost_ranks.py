@@ -30,6 +30,7 @@ from harness.vocab_exchanges import interrupting
 
 TOKENS, HIDDEN, VOCAB = 256, 64, 1003
 SECONDS = 5  # the group's timeout; harness.processes has AFTER_FAILURE for the end of all ranks
+AT_ONCE = 4  # cases: the driver fails where dozens of processes open the same GPUs at a time
 LEFT = 3  # exit code of a rank that has left with an exception
 WATCHDOG = "exit code -6"  # NCCL's aborts
 SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
@@ -213,7 +214,7 @@ def test_a_rank_leaves(ranks, transport, tmp_path):
     if transport != "gloo" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     numbers = range(len(CALLS) * len(FAULTS))
-    with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() // ranks)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         one = functools.partial(run, ranks=ranks, transport=transport, folder=tmp_path)
         wrong = list(filter(None, pool.map(one, numbers)))
     assert not wrong, "\n".join(wrong)
