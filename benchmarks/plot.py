@@ -138,7 +138,9 @@ def draw_panels(record, shapes):
     picture.text(24, 34, "Loss and gradients of a head: time against memory", size=19, weight=600)
     machine = record["machine"]
     where = f"{machine['gpu']}, torch {machine['torch']}, {machine['date'][:10]}, bfloat16, forward"
-    picture.text(24, 56, f"{where} + backward; flce at max_memory from 16 MiB to its default", "grey")
+    picture.text(
+        24, 56, f"{where} + backward; flce at max_memory from 16 MiB to its default", "grey"
+    )
     for i, (shape, title) in enumerate(shapes.items()):
         made = [r for r in record["rows"] if r["shape"] == shape and r["pass"] == "step"]
         left, top = PANEL[0] * (i % columns), 64 + PANEL[1] * (i // columns)

@@ -238,7 +238,7 @@ def parse_options():
     parser.add_argument("--reference-steps", type=int, default=5, help="of float32; 0: none")
     parser.add_argument("--sequences", type=int, help="of a step, on all ranks together")
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

@@ -49,7 +49,7 @@ enum {
   /* The logits of a chunk by default where no gradients are made and something reads them, on a
    * GPU; but those of so many rows. More rows save launches alone: there is no dW that each chunk
    * would read and write. */
-  LOSS_BYTES = 128 << 20,
+  LOSS_BYTES = 192 << 20,
   LOSS_ROWS = 512,
 };
 

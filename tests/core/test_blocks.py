@@ -125,6 +125,20 @@ def near_probabilities(case):
     return case
 
 
+def rounding_of_logits(case):
+    """What float32 logits of two GEMMs differ by, which sum in another order: those of the
+    statistics and those of a block."""
+    logits = case.input @ case.linear_weight.T
+    return torch.finfo(torch.float32).eps * logits.abs().max()
+
+
+def weighted_sums(case):
+    """What an error of the logits is multiplied by in each row of the gradients."""
+    p = (case.input @ case.linear_weight.T).softmax(-1)
+    sums = {"input": p @ case.linear_weight.abs(), "linear_weight": p.T @ case.input.abs()}
+    return {name: value.norm(dim=-1) for name, value in sums.items()}
+
+
 @pytest.mark.parametrize("kind", [uncentred, rare_classes, peaked, near_probabilities])
 @pytest.mark.parametrize("dtype", cases.DTYPES[1:], ids=str)
 def test_hard_numbers_are_as_without_blocks(device, dtype, kind, blocks):
@@ -133,7 +147,9 @@ def test_hard_numbers_are_as_without_blocks(device, dtype, kind, blocks):
     case = case.with_options(reduction="sum")
     names = ("input", "linear_weight")
     wants = {"wants": names}
-    truth = cases.outcome(flce.reference.linear_cross_entropy, case.to(torch.float64), **wants)
+    wide = case.to(torch.float64)
+    truth = cases.outcome(flce.reference.linear_cross_entropy, wide, **wants)
+    again = rounding_of_logits(wide) * (dtype == torch.float32 and device == "cuda")
     for save in BY_BLOCKS:
         errors = {}
         for shape in ("0", "16x64"):
@@ -145,6 +161,7 @@ def test_hard_numbers_are_as_without_blocks(device, dtype, kind, blocks):
             }
         for name, rows in errors["16x64"].items():
             own, one = torch.finfo(dtype).eps * truth[name].norm(dim=-1), errors["0"][name]
+            own = own + again * weighted_sums(wide)[name]
             assert rows.norm() <= 1.5 * one.norm() + own.norm(), f"{name}, {save}"
             assert rows.max() <= 1.5 * one.max() + 2.0 * own.max(), f"{name}, {save}"
 

@@ -9,7 +9,9 @@ processes of its own, and cases run side by side: nearly all of their time is wa
 """
 
 import concurrent.futures
+import contextlib
 import datetime
+import fcntl
 import functools
 import itertools
 import os
@@ -30,7 +32,7 @@ from harness.vocab_exchanges import interrupting
 
 TOKENS, HIDDEN, VOCAB = 256, 64, 1003
 SECONDS = 5  # the group's timeout; harness.processes has AFTER_FAILURE for the end of all ranks
-AT_ONCE = 4  # cases: the driver fails where dozens of processes open the same GPUs at a time
+AT_ONCE = 4  # cases
 LEFT = 3  # exit code of a rank that has left with an exception
 WATCHDOG = "exit code -6"  # NCCL's aborts
 SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
@@ -48,7 +50,6 @@ def raise_error():
 
 def interrupt():
     """During a backward on a GPU, which has a thread of its own, it comes out after the call."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
 
 
@@ -140,6 +141,14 @@ def counted():
     return unittest.mock.patch.object(collectives, "_group", wraps=collectives._group)
 
 
+@contextlib.contextmanager
+def alone(path):
+    """One process at a time: the driver fails where many open the same GPUs at once."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 # ---- a rank that leaves ----
 
 
@@ -158,8 +167,11 @@ def lose(name, fault, leaving, transport, path):
     device = "cpu" if transport == "gloo" else "cuda"
     os.environ.update(SETTINGS, FLCE_PEERS="1" if transport == "copy engines" else "0")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog's abort would write it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a backward's thread may not set it
     if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
+        with alone(path.parent / "lock"):
+            torch.cuda.set_device(dist.get_rank())
+            torch.zeros(1, device="cuda")
     group = dist.new_group()  # with these settings
     part, uses = failing_part(CALLS[name], device, group)
     assert uses > 1, uses
@@ -177,6 +189,12 @@ def lose(name, fault, leaving, transport, path):
     total.item()
 
 
+def ends_with_error(text):
+    """With an exception, or aborted by NCCL's watchdog (its own exit, or an abort)."""
+    aborted = text.endswith((WATCHDOG, "exit code 255"))
+    return aborted or ("Traceback" in text and "AssertionError" not in text)
+
+
 def faults_of(texts, leaving, fault, path):
     """What is wrong with how the ranks have ended. `texts`: of each rank, as Processes gives
     them."""
@@ -187,7 +205,7 @@ def faults_of(texts, leaving, fault, path):
             expected = (LEFT, end) if isinstance(end, str) else (end, None)
             if not text.endswith(f"exit code {expected[0]}") or name != expected[1]:
                 found.append(f"rank {rank}, which {fault}: {name}: {text}")
-        elif not text.endswith(WATCHDOG) and "Traceback" not in text or "AssertionError" in text:
+        elif not ends_with_error(text):
             found.append(f"rank {rank}: {text}")
     return found
 

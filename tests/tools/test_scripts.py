@@ -31,6 +31,7 @@ OTHERS = {
     "examples/finetune_hf.py": "tests/frameworks/test_finetune_hf.py",
     "tests/check_kernels.py": "tests/project/test_check_kernels.py",
     "tests/check_wheel.py": "tests/project/test_wheel.py",
+    "tools/cross.py": "tests/project/test_wheel.py",
     "tools/hub.py": "tests/frameworks/test_hub.py",
     "tools/sbom.py": "tests/project/test_wheel.py",
 }
