@@ -15,7 +15,7 @@ from . import reference
 from .options import LogitsOptions, LogprobsOptions, ModuleOptions, Options, completed, defaults
 
 _MODULE_OPTIONS = defaults(ModuleOptions)
-# How flce computes, which reference ignores, and what it does not define; with its default.
+# Options that reference does not define, with their defaults.
 _NOT_DEFINED = {"vocab_parallel": None, "accumulate_into": None}
 _OF_LOGPROBS = {"return_topk": 0, "tail": False, **_NOT_DEFINED}
 
@@ -35,24 +35,24 @@ def _defined(function, known, options, absent=_NOT_DEFINED):
     return options
 
 
+def _with_entropy(output, wanted):
+    return output._replace(entropy=output.entropy.detach()) if wanted == "detached" else output
+
+
 def linear_cross_entropy(input, linear_weight, target, **options):
     """flce.linear_cross_entropy by its definition."""
     options = _defined("linear_cross_entropy", defaults(Options), options)
     if not isinstance(target, torch.Tensor):
         _refuse("a target (ids, probabilities)")
     output = reference.linear_cross_entropy(input, linear_weight, target, **options)
-    if options["return_entropy"] == "detached":
-        output = output._replace(entropy=output.entropy.detach())
-    return output
+    return _with_entropy(output, options["return_entropy"])
 
 
 def cross_entropy(logits, target, **options):
     """flce.cross_entropy by its definition."""
     options = _defined("cross_entropy", defaults(LogitsOptions), options, {})
     output = reference.cross_entropy(logits, target, **options)
-    if options["return_entropy"] == "detached":
-        output = output._replace(entropy=output.entropy.detach())
-    return output
+    return _with_entropy(output, options["return_entropy"])
 
 
 def linear_logprobs(input, linear_weight, target, *, entropy="differentiable", **options):
