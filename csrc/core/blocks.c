@@ -17,7 +17,8 @@
 enum {
   CLUSTER_ROWS = 256, /* of fused_exp */
   /* LEAST_BYTES: a smaller max_memory bounds the logits of a block alone. LEAST_LOGITS_BYTES: a
-   * block of the fewest rows may have so many bytes of logits, within max_memory. */
+   * block of the fewest rows may have so many bytes of logits, within max_memory. With dX first
+   * fewer classes have such blocks, and these no dX: half of both. */
   LEAST_BYTES = 32 << 20,
   LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
@@ -48,7 +49,9 @@ typedef struct block_loop {
   bool fuses;             /* E of a block comes from fused_exp */
   flce_dtype accum_dtype; /* of the sum of dW over chunks of rows */
   int64_t fewest_rows;    /* of a block; see choose_dw_sum */
-  /* Of a row but for its logits: dX in the stat dtype, copies of x, the scratch of fused_exp. */
+  int64_t least_bytes, least_logits_bytes;
+  /* Of a row but for its logits and the small scratch of fused_exp: dX in the stat dtype, copies of
+   * x. */
   int64_t row_bytes;
   int64_t z_size; /* bytes of a logit */
 } block_loop;
@@ -63,7 +66,6 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
     row_bytes += plan->hidden * size;
   if (copies) row_bytes += plan->input_pitch * size;
   bool fuses = may_fuse_blocks(facts, plan);
-  if (fuses) row_bytes += facts->fused_row_bytes;
   bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype && !fuses;
   return (block_loop){.problem = problem,
                       .facts = facts,
@@ -74,6 +76,8 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .modelled = flce_is_modelled(facts, plan->dtype),
                       .accum_dtype = narrow_sum_dtype(problem, plan),
                       .fewest_rows = 1,
+                      .least_bytes = LEAST_BYTES,
+                      .least_logits_bytes = LEAST_LOGITS_BYTES,
                       .row_bytes = row_bytes,
                       .z_size = wide ? stat : size};
 }
@@ -153,7 +157,7 @@ static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
 
 /* max_memory bounds the logits of a block, this the rows of dX and x with them. */
 static int64_t most_bytes(const block_loop* loop) {
-  return max64(loop->problem->memory.bound, LEAST_BYTES);
+  return max64(loop->problem->memory.bound, loop->least_bytes);
 }
 
 /* By default dW is summed in 16 bits, by blocks of at least as many rows as the chunks without
@@ -183,7 +187,7 @@ static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound;
   int64_t left = most_bytes(loop) - rows * loop->row_bytes;
-  if (rows <= loop->fewest_rows) left = max64(left, LEAST_LOGITS_BYTES);
+  if (rows <= loop->fewest_rows) left = max64(left, loop->least_logits_bytes);
   int64_t steps = min64(left, bound) / (rows * loop->z_size) / FLCE_BLOCK_CLASS_STEP;
   return min64(max64(steps, 0) * FLCE_BLOCK_CLASS_STEP,
                round_up(loop->classes, FLCE_BLOCK_CLASS_STEP));
@@ -235,10 +239,11 @@ static dw_memory memory_of(const block_loop* loop) {
   const flce_plan* plan = loop->plan;
   int64_t n = loop->problem->shape.rows,
           size = loop->fuses ? flce_size_of(plan->dtype) : loop->z_size;
-  return (dw_memory){.classes = loop->problem->shape.vocab,
-                     .row = flce_dw_row(plan),
-                     .copies = n * loop->row_bytes,
-                     .logits_class = n * size};
+  dw_memory memory = {
+      .classes = loop->problem->shape.vocab, .row = flce_dw_row(plan), .logits_class = n * size};
+  int64_t scratch = loop->fuses ? flce_whole_scratch_row(loop->facts, &memory) : 0;
+  memory.copies = n * (loop->row_bytes + scratch);
+  return memory;
 }
 
 /* The time of dW by blocks over all rows, as far as that pays, and by those of *block after them.
@@ -268,6 +273,8 @@ static double choose_dx_first(block_loop loop, const chunk_alternative* chunks,
   bool one_chunk = chunks->rows >= loop.problem->shape.rows;
   if (one_chunk || isinf(chunks->dx_effort)) return INFINITY;
   loop.makes_dx = false;
+  loop.least_bytes /= 2;
+  loop.least_logits_bytes /= 2;
   loop.row_bytes -= loop.plan->hidden * flce_size_of(flce_stat_dtype(loop.plan->dtype));
   choose_dw_sum(&loop, chunks->default_rows);
   if (!flce_dw_is_free(loop.problem, loop.plan, loop.accum_dtype)) return INFINITY;

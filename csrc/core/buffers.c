@@ -168,7 +168,7 @@ static void list_logits(const flce_problem* problem, const flce_facts* facts, fl
       {FLCE_BUF_FUSED, plan->fuses_rows && !plan->dx_first, FORWARD,
        plan->chunk_rows * facts->fused_row_bytes},
       {FLCE_BUF_FUSED, plan->fuses_blocks, gradient_pass(plan),
-       plan->block_rows * facts->fused_row_bytes},
+       plan->block_rows * fused_exp_row_bytes(facts, problem->shape.vocab, plan->block_classes)},
       {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->shape.tokens * stat_size(plan)},
       {FLCE_BUF_GEMM_WORKSPACE, true, both_passes(plan), facts->gemm_workspace_bytes},
       {FLCE_BUF_TEACHER, problem->divergence.teacher != NULL, FORWARD,

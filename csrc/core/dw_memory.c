@@ -22,8 +22,14 @@ int64_t flce_dw_row_bytes(const flce_problem* problem, const flce_facts* facts,
   int64_t bytes = 0, size = flce_size_of(plan->dtype);
   if (copies_weight_input(problem, plan)) bytes += plan->hidden * size;
   if (copies_logits_input(plan)) bytes += plan->input_pitch * size;
-  if (plan->fuses_blocks) bytes += facts->fused_row_bytes;
+  dw_memory memory = flce_memory_of_dw(problem, plan);
+  if (plan->fuses_blocks) bytes += flce_whole_scratch_row(facts, &memory);
   return bytes;
+}
+
+int64_t flce_whole_scratch_row(const flce_facts* facts, const dw_memory* memory) {
+  int64_t most = memory->classes * memory->row / (memory->row + memory->logits_class);
+  return fused_exp_row_bytes(facts, memory->classes, most);
 }
 
 dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan) {

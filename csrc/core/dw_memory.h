@@ -40,6 +40,9 @@ typedef struct dw_memory {
   int64_t logits_class; /* bytes of a class of a block's logits */
 } dw_memory;
 
+/* Of the latter: bytes for each row, for the largest block that `memory` can hold. */
+int64_t flce_whole_scratch_row(const flce_facts* facts, const dw_memory* memory);
+
 dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan);
 /* The classes of the block over all rows from class `first` on; 0 if none fits. */
 int64_t flce_whole_block_classes(const dw_memory* memory, int64_t first);

@@ -29,6 +29,14 @@ static inline flce_dtype block_dtype(const flce_plan* plan) {
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
+/* Bytes of fused_exp's scratch for each row of a block of so many classes: like that of all classes
+ * numbers of each tile, and numbers of the row. */
+static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab, int64_t classes) {
+  enum {
+    OF_ROW = 48
+  }; /* offset, scale, target, column, top, flags, and a tile for the remainder */
+  return round_up(facts->fused_row_bytes * classes / vocab, sizeof(float)) + OF_ROW;
+}
 /* True if the forward's loop over chunks needs only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
   bool for_gradients = recomputes_logits(plan) && !plan->dx_first;
