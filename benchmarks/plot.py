@@ -106,6 +106,8 @@ def draw(rows, machine):
 
 
 PANEL = (660, 400)  # width and height of a panel
+NAMES = {"liger": "Liger", "cce": "Cut Cross Entropy", "cce exact": "the same, exact"}
+NAMES |= {"torch chunked": "torch's chunks"}
 
 
 def panel(picture, left, top, title, rows):
@@ -128,7 +130,8 @@ def panel(picture, left, top, title, rows):
         ours = row["kind"] == "flce"
         if not ours:
             picture.dot(*axes.at(*point(row)), "orange")
-        labels.put(*axes.at(*point(row)), label_of(row), "blue" if ours else "ink")
+        name = label_of(row)
+        labels.put(*axes.at(*point(row)), NAMES.get(name, name), "blue" if ours else "ink")
 
 
 def draw_panels(record, shapes):
