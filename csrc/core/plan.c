@@ -107,14 +107,16 @@ static bool needs_logits(const flce_problem* problem) {
  * dz is a difference that may cancel, so it has to be computed from the same logits as the
  * statistics. With save=stats and by blocks the logits are computed again with another GEMM. That
  * is accurate enough if they are not rounded (float32), except for probability targets, which may
- * be almost equal to p. */
+ * be almost equal to p. Where the forward reads logits, too, as with dX first, that GEMM has to add
+ * the bias as fused_logits does: gemm_adds_bias is of both. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
-  bool reads_z = !only_statistics(plan);
+  bool reads_z = !only_statistics(plan), again = recomputes_logits(plan);
   if (plan->form == FLCE_FORM_EXP || (plan->strategy == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (recomputes_logits(plan) && problem->has.probabilities) return false;
-  if (recomputes_logits(plan) && !reads_z) return true;
+  if (again && problem->has.probabilities) return false;
+  if (again && !reads_z) return true;
+  if (again && problem->has.bias && !facts->gemm_adds_bias) return false;
   bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
@@ -359,7 +361,10 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
-  if (by_blocks(plan)) loop.max_rows = STATISTICS_ROWS;
+  if (by_blocks(plan)) {
+    loop.max_rows = STATISTICS_ROWS;
+    loop.logits_bytes = 0; /* no pass has logits of all classes of a row */
+  }
   /* No logits are written: smaller chunks would only save scratch. */
   loop.prefers_small_chunks = false;
   loop.row_bytes = facts->fused_row_bytes;

@@ -178,6 +178,20 @@ def test_few_chunks_of_rows_need_no_wide_sum(monkeypatch):
     assert chunks.accum_dtype == "float32" and chunks.peak_bytes > plan.peak_bytes + (1 << 30)
 
 
+@pytest.mark.parametrize("save", ["grads", "auto"])
+@pytest.mark.parametrize("options", [{}, {"accum_dtype": torch.float32}, {"ranks": 2}], ids=str)
+def test_a_bound_of_one_row_of_exponentials(save, options, monkeypatch):
+    """On Hopper that row has 2 bytes a class. A pass for the statistics of blocks writes none."""
+    sizes, bound = (600, 4097, 128256), 2 * 128256 // options.get("ranks", 1) + 256
+    call = {"dtype": BF16, "device": "h100", "save": save, "max_memory": bound, **options}
+    plan = flce.plan(*sizes, **call)
+    assert by_blocks(plan) and plan.buffers["logits"] <= bound
+    monkeypatch.setenv("FLCE_BLOCKS", "0")
+    assert flce.plan(*sizes, **call).chunk_rows == 1
+    with pytest.raises(ValueError, match="max_memory: expected at least one row of logits"):
+        flce.plan(*sizes, **{**call, "max_memory": bound - 512})
+
+
 # ---- what runs ----
 
 
