@@ -39,15 +39,14 @@ sys.exit(f"failed: {failed}" if failed else 0)
 
 # What README.md's blocks of trainers have at hand.
 README = """
-import sys
 import transformers, trl
 from datasets import Dataset
 from harness import pages
 from harness.tiny_models import PROMPTS, TRAINING, tiny_llama, tiny_tokenizer
 import flce
-tokenizer, data = tiny_tokenizer(), [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 4
+data = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 4
 tiny_llama().save_pretrained("model")
-tokenizer.save_pretrained("model")
+tiny_tokenizer().save_pretrained("model")
 prompts = Dataset.from_dict({"prompt": PROMPTS})
 reward = lambda completions, **_: [float(len(text)) for text in completions]
 settings = {
@@ -56,6 +55,8 @@ settings = {
         "out", max_steps=2, bf16=False, num_generations=2, max_completion_length=4, **TRAINING
     ),
 }
+install, handles = flce.integrations.trl.install, []
+flce.integrations.trl.install = lambda: handles.append(install())
 own = "tested by tests/frameworks/test_docs_frameworks.py"
 blocks = [b for b in pages.blocks_of(pages.ROOT / "README.md") if b.reason == own]
 assert len(blocks) == 2
@@ -68,6 +69,8 @@ for block in blocks:
     if name == "Trainer":
         found = flce.explain(names["model"])
         assert found.losses and not found.fallbacks, found
+(handle,) = handles
+assert handle.calls["flce"] >= 2 and not handle.calls.get("trl"), handle
 """
 
 

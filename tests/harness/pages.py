@@ -14,8 +14,8 @@ A page's ```python blocks run in order in one namespace. Comments of HTML say th
 A reader pastes a block: it imports what it uses, unless it continues. Values that a setup assigns
 (a model, hidden states) are those that a reader has.
 
-Blocks without a language and ```text hold what a program prints; every other language needs one of
-the last two comments.
+Blocks without a language and ```text hold what a program prints; every other language needs
+"not run" or "tested by".
 """
 
 import ast
@@ -99,7 +99,7 @@ def run(page, namespace):
 
 def imported(code):
     """The names that a block's imports bind."""
-    nodes = (node for node in ast.walk(ast.parse(textwrap.dedent(code))))
+    nodes = ast.walk(ast.parse(textwrap.dedent(code)))
     aliases = [a for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names]
     return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
 
