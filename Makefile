@@ -41,7 +41,7 @@ SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch] tests/parallel/*.cpp)
 
 .PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
-	sbom hub docs pictures clean python
+	sbom hub docs pictures bench-readme clean python
 
 test: test-c test-py
 
@@ -115,6 +115,12 @@ docs: $(READY)
 # docs/pictures, from the records in benchmarks/results.
 pictures: $(READY)
 	$(PYTHON) benchmarks/pictures.py
+
+# The first table of README.md under "Time and memory", on a GPU; whichever of the others is not
+# installed (liger-kernel, cut-cross-entropy) is left out.
+bench-readme: $(READY)
+	$(PYTHON) benchmarks/bench.py head gemma mid 8192x4096x32000 small --save auto --budget default \
+		--passes step --peers eager torch.compile liger cce --json build/bench-readme.json
 
 # Prints the interpreter that the other targets use.
 python: $(READY)

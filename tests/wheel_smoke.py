@@ -132,7 +132,7 @@ def test_readme_of_trainers(readme, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("trl")
     page, pages = readme
-    (code,) = [block.code for block in pages.blocks_of(page) if "Trainer(model" in block.code]
+    (code,) = [block.code for block in pages.blocks_of(page) if " Trainer(model" in block.code]
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
