@@ -165,7 +165,8 @@ static void check_whole_blocks(const execution* e, const flce_facts* facts) {
     add(&r, "scaled_x", block.scaled_x, x_bytes(e, &block, plan->hidden));
     add(&r, "copied_x", block.copied_x, x_bytes(e, &block, plan->input_pitch));
     if (plan->fuses_blocks)
-      add(&r, "fused_scratch", block.fused_scratch, block.rows * facts->fused_row_bytes);
+      add(&r, "fused_scratch", block.fused_scratch,
+          block.rows * fused_exp_row_bytes(facts, e->problem->shape.vocab, block.classes));
     check_ranges(e, &r);
     check_column_sum(e, facts, block.rows, block.classes);
     first += block.classes;
@@ -199,6 +200,32 @@ static void check_plan(const flce_backend* backend, const flce_problem* p) {
   check_whole_blocks(&e, &facts);
 }
 
+/* The scratch of fused_exp for a block holds what fused_logits takes for as many classes and no
+ * output but statistics. */
+static void test_scratch_of_blocks(void) {
+  flce_gpu gpu;
+  flce_backend b;
+  CHECK_OK(flce_find_gpu("h100", &gpu));
+  flce_gpu_backend(&gpu, &b);
+  for (int draws = 0; draws < 2000; draws++) {
+    flce_problem p = draw();
+    p.dtypes.gemm = FLCE_BF16;
+    p.shape.tokens = p.shape.rows = 4096;
+    p.shape.hidden = 1024;
+    p.has.probabilities = p.has.unaligned_operand = p.wants.entropy = p.wants.predictions = false;
+    flce_facts all = {0}, own = {0};
+    CHECK_OK(b.facts(b.self, &p, &all));
+    int64_t vocab = p.shape.vocab, classes = one_of(1, vocab);
+    p.shape.vocab = p.shape.weight_rows = classes;
+    p.loss.label_smoothing = 0.0;
+    CHECK_OK(b.facts(b.self, &p, &own));
+    int64_t taken = fused_exp_row_bytes(&all, vocab, classes);
+    CHECK(own.fused_row_bytes > 0 && own.fused_row_bytes <= taken,
+          "%lld of %lld classes: %lld, %lld", (long long)classes, (long long)vocab,
+          (long long)own.fused_row_bytes, (long long)taken);
+  }
+}
+
 int main(void) {
   test_seed(31);
   int named;
@@ -211,6 +238,7 @@ int main(void) {
     all[k] = gpus[k];
     flce_gpu_backend(&all[k], &backends[1 + k]);
   }
+  test_scratch_of_blocks();
   for (int draws = 0; draws < DRAWS; draws++) {
     flce_problem p = draw();
     char blocks[64];
