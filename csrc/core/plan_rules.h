@@ -35,6 +35,7 @@ static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab
   enum {
     OF_ROW = 48
   }; /* offset, scale, target, column, top, flags, and a tile for the remainder */
+  if (vocab == 0) return 0; /* a rank without a class */
   return round_up(facts->fused_row_bytes * classes / vocab, sizeof(float)) + OF_ROW;
 }
 /* True if the forward's loop over chunks needs only statistics: nothing reads its logits or E. */
