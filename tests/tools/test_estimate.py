@@ -426,7 +426,7 @@ def test_refusals_of_a_configuration(config, message, tmp_path):
 def test_the_command():
     command = [sys.executable, "-W", "ignore", "-m", "flce.estimate", "--tokens", "8192"]
     command += ["--model", str(CONFIGS / f"{LLAMA}.json"), "--gpu", "h100"]
-    environment = {**os.environ, "COLUMNS": "100"}
+    environment = {**os.environ, "COLUMNS": "88"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     page = (Path(flce.__file__).parents[1] / "docs" / "estimate.md").read_text()
