@@ -155,8 +155,8 @@ typedef struct flce_plan {
   flce_strategy strategy;
   flce_form form;   /* what the gradient GEMMs read */
   flce_dtype dtype; /* of the GEMM operands and of dz */
-  /* Of E: dtype, but bfloat16 where samples are drawn from it for float16, whose range cannot hold
-   * E. */
+  /* Of E, and of a dz that samples are drawn from: dtype, but bfloat16 where samples are drawn from
+   * it for float16, whose range cannot hold E. */
   flce_dtype exp_dtype;
   int64_t rows; /* to compute: flce_problem.shape.rows */
   /* H, zero-padded to hidden_alignment: the leading dimension of x, W and every [][H] buffer of the
@@ -187,10 +187,10 @@ typedef struct flce_plan {
   /* save=grads by blocks: dX of all rows is made first, by chunks of all classes, then dW. The
    * memory of dW holds the logits of both until dW is written there (core/dw_memory.h). */
   bool dx_first;
-  /* Of it: the first classes, whose dW is one GEMM over all rows, in blocks that leave dw_row_bytes
-   * at the end of dW for the copies of all rows. Those after them have blocks of block_rows x
-   * block_classes. */
-  int64_t whole_classes, dw_row_bytes;
+  /* Of it: the first classes, whose dW is one GEMM over all rows, in blocks that leave rows x
+   * copies_row_bytes at the end of dW for the copies of all rows. Those after them have blocks of
+   * block_rows x block_classes. */
+  int64_t whole_classes, copies_row_bytes;
   bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */

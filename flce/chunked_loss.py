@@ -448,7 +448,8 @@ class _Chunks:
     def _add_gradients(self, loss, leaves, outputs, rows, part):
         self.has_gradient = True
         upstream = torch.autograd.grad(loss, leaves, allow_unused=True)
-        pairs = zip(outputs, upstream, strict=False)  # the last one's entropy may be a constant
+        # The last output, the entropy, may need no gradient: it has no leaf then.
+        pairs = zip(outputs, upstream, strict=False)
         pairs = [(output, grad) for output, grad in pairs if grad is not None]
         torch.autograd.backward(*zip(*pairs, strict=True))
         for name, grad in self.grads.items():

@@ -160,15 +160,16 @@ def plan(
     packed, _ = packing.split(options)
     memory = packed.memory(gpu or device)
     added, attribute = -1, grad_weight and packed.accumulate_into
-    if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
+    if attribute and ("classes" in teacher or not teacher):
         added = codes["weight_dtype"]
+        # min: float64 has a smaller index than float32, 16-bit dtypes have larger ones.
         added = added if attribute == "grad" else min(added, table.DTYPES.index(torch.float32))
     sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
     sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
     sizes |= {"on_cpu": not gpu and device.type == "cpu", "probabilities": bool(probabilities)}
     sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
-    # The GEMMs' dtype is that of autocast whether or not it is on.
+    # `dtype` is passed as autocast's: by it the core takes the GEMMs' dtype from there.
     settings = packing.CallSettings(
         memory=memory,
         gradients=packing.WantedGradients(grad_input, grad_weight, bias),

@@ -58,7 +58,7 @@ def check_number(name, value, expected="a number"):
 
 # ---- warnings ----
 
-# Without flce itself, which may be elsewhere: site-packages.
+# Folders whose lines are not the user's: flce's own, which need not be in site-packages, and these.
 _NOT_OF_USERS = (os.path.dirname(__file__) + os.sep,)
 _NOT_OF_USERS += (os.path.dirname(os.path.dirname(torch.__file__)) + os.sep,)
 

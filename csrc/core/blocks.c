@@ -15,10 +15,11 @@
 #include <math.h>
 
 enum {
-  CLUSTER_ROWS = 256, /* of fused_exp */
-  /* LEAST_BYTES: a smaller max_memory bounds the logits of a block alone. LEAST_LOGITS_BYTES: a
-   * block of the fewest rows may have so many bytes of logits, within max_memory. With dX first
-   * fewer classes have such blocks, and these no dX: half of both. */
+  CLUSTER_ROWS = 256, /* Hopper's, as kFusedTile: FLCE_SM90 of architectures.h */
+  /* LEAST_BYTES: below it max_memory bounds a block's logits alone, not its rows of dX and x.
+   * LEAST_LOGITS_BYTES: what a block with the fewest rows may have of logits in addition to these
+   * rows, within max_memory. With dX first (choose_dx_first) both are half: its blocks make no
+   * dX. */
   LEAST_BYTES = 32 << 20,
   LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
@@ -59,6 +60,7 @@ typedef struct block_loop {
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                           const flce_plan* plan) {
   int64_t size = flce_size_of(plan->dtype), stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  /* Not copies_logits_input: `plan` is that of chunks, and blocks skip no rows (choose_rows). */
   bool copies = problem->shape.rows < problem->shape.tokens || plan->input_pitch != plan->hidden;
   int64_t row_bytes = 0;
   if (problem->wants.grad_input) row_bytes += plan->hidden * stat;
@@ -95,7 +97,7 @@ static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int 
   return best * units * (double)k;
 }
 
-/* That of fused_exp, whose clusters have two tiles along the rows. */
+/* That of Hopper's fused_exp, whose clusters have two tiles along the rows. */
 static const gemm_tile kFusedTile = {128, 192, 1.0};
 
 /* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
@@ -155,7 +157,8 @@ static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
   return min64(round_up(rows, rows > tile ? tile : SMALL_ROW_STEP), loop->problem->shape.rows);
 }
 
-/* max_memory bounds the logits of a block, this the rows of dX and x with them. */
+/* Bound of a block's logits and its rows of dX and x together; max_memory itself bounds the logits.
+ */
 static int64_t most_bytes(const block_loop* loop) {
   return max64(loop->problem->memory.bound, loop->least_bytes);
 }
@@ -239,8 +242,9 @@ static dw_memory memory_of(const block_loop* loop) {
   const flce_plan* plan = loop->plan;
   int64_t n = loop->problem->shape.rows,
           size = loop->fuses ? flce_size_of(plan->dtype) : loop->z_size;
-  dw_memory memory = {
-      .classes = loop->problem->shape.vocab, .row = flce_dw_row(plan), .logits_class = n * size};
+  dw_memory memory = {.classes = loop->problem->shape.vocab,
+                      .row = flce_dw_class_bytes(plan),
+                      .logits_class = n * size};
   int64_t scratch = loop->fuses ? flce_whole_scratch_row(loop->facts, &memory) : 0;
   memory.copies = n * (loop->row_bytes + scratch);
   return memory;

@@ -8,7 +8,7 @@
 typedef struct block_shape {
   int64_t rows, classes; /* 0: chunks of all classes */
   bool dx_first;         /* as in flce_plan */
-  int64_t whole_classes; /* at most so many */
+  int64_t whole_classes; /* blocks over all rows begin before this class */
 } block_shape;
 
 /* Whether the loop that makes the gradients could be one over blocks: nothing but recomputed logits
@@ -16,7 +16,8 @@ typedef struct block_shape {
 bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan);
 
-/* The loop over chunks of all classes that blocks would replace, and one that they may follow. */
+/* The loop over chunks of all classes that blocks would replace; and the pass of dX first, after
+ * which blocks make dW alone. */
 typedef struct chunk_alternative {
   double effort;        /* its modelled time, under the max_memory of the call */
   double dx_effort;     /* that of logits and dX in the memory of dW; INFINITY if that is in use */

@@ -171,8 +171,8 @@ chunk flce_chunk_in_dw(const execution* e, int64_t first) {
       logits_in(e, take(e, &next, rows * plan->z_pitch * flce_size_of(plan->z_dtype)));
   c.dx_rows = take(e, &next, rows * dx_row);
   c.copied_x = take(e, &next, rows * bytes_of_copied_x(plan));
-  c.scaled_x = NULL; /* these chunks make no dW */
-  c.fused_scratch = take(e, &next, 1);
+  c.scaled_x = NULL;                   /* these chunks make no dW */
+  c.fused_scratch = take(e, &next, 1); /* the last: flce_dx_row_bytes has counted its bytes */
   if (writes_logits(plan)) c.z = z;
   c.out = in_place_of(e, &z);
   return c;
@@ -181,9 +181,10 @@ chunk flce_chunk_in_dw(const execution* e, int64_t first) {
 chunk flce_all_rows_in_dw(const execution* e) {
   const flce_plan* plan = e->plan;
   chunk c = flce_all_rows(e);
-  int64_t copies = c.rows * plan->dw_row_bytes, of_x = c.rows * bytes_of_copied_x(plan);
+  int64_t copies = c.rows * plan->copies_row_bytes, of_x = c.rows * bytes_of_copied_x(plan);
   int64_t scaled = copies_weight_input(e->problem, plan) ? plan->hidden : 0;
-  int64_t next = c.classes * flce_dw_row(plan) - copies - FLCE_DW_PADDING / 2;
+  int64_t next = c.classes * flce_dw_class_bytes(plan) - copies -
+                 FLCE_DW_PADDING / 2; /* the other half aligns a block's logits */
   c.scaled_x = take(e, &next, c.rows * scaled * flce_size_of(plan->dtype));
   c.copied_x = take(e, &next, of_x);
   c.fused_scratch = take(e, &next, 1);

@@ -17,11 +17,12 @@ int64_t flce_dx_row_bytes(const flce_problem* problem, const flce_facts* facts,
   return bytes;
 }
 
-int64_t flce_dw_row_bytes(const flce_problem* problem, const flce_facts* facts,
-                          const flce_plan* plan) {
+int64_t flce_copies_row_bytes(const flce_problem* problem, const flce_facts* facts,
+                              const flce_plan* plan) {
   int64_t bytes = 0, size = flce_size_of(plan->dtype);
   if (copies_weight_input(problem, plan)) bytes += plan->hidden * size;
   if (copies_logits_input(plan)) bytes += plan->input_pitch * size;
+  /* Without the copies, whose size is made here: flce_whole_scratch_row does not read it. */
   dw_memory memory = flce_memory_of_dw(problem, plan);
   if (plan->fuses_blocks) bytes += flce_whole_scratch_row(facts, &memory);
   return bytes;
@@ -34,8 +35,8 @@ int64_t flce_whole_scratch_row(const flce_facts* facts, const dw_memory* memory)
 
 dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan) {
   return (dw_memory){.classes = problem->shape.vocab,
-                     .row = flce_dw_row(plan),
-                     .copies = problem->shape.rows * plan->dw_row_bytes,
+                     .row = flce_dw_class_bytes(plan),
+                     .copies = problem->shape.rows * plan->copies_row_bytes,
                      .logits_class = problem->shape.rows * flce_size_of(block_dtype(plan))};
 }
 

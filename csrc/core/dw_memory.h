@@ -14,23 +14,24 @@
 
 #include "core/chunks.h"
 
-/* Bytes, of each matrix there; and the most that the alignment of all of a chunk takes. */
+/* Bytes: the alignment of each matrix there; and what aligning all of them takes at most. */
 enum { FLCE_DW_ALIGNMENT = 256, FLCE_DW_PADDING = 6 * FLCE_DW_ALIGNMENT };
 
-static inline int64_t flce_dw_row(const flce_plan* plan) {
+/* Of the row of dW that is a class's. */
+static inline int64_t flce_dw_class_bytes(const flce_plan* plan) {
   return plan->weight_hidden * flce_size_of(plan->grad_weight_dtype);
 }
 
 /* Whether dW is summed in the caller's tensor itself, which this call is the first to write. */
 bool flce_dw_is_free(const flce_problem* problem, const flce_plan* plan, flce_dtype accum_dtype);
 
-/* Bytes that a row of the chunks of dX takes there. */
+/* Bytes that a token's row of the chunks of dX takes there. */
 int64_t flce_dx_row_bytes(const flce_problem* problem, const flce_facts* facts,
                           const flce_plan* plan);
-/* Bytes that a row takes at the end of dW while blocks are made over all rows: copies of x and the
- * scratch of fused_exp. */
-int64_t flce_dw_row_bytes(const flce_problem* problem, const flce_facts* facts,
-                          const flce_plan* plan);
+/* Bytes that a token's row takes at the end of dW while blocks are made over all rows: copies of x
+ * and the scratch of fused_exp. */
+int64_t flce_copies_row_bytes(const flce_problem* problem, const flce_facts* facts,
+                              const flce_plan* plan);
 
 /* The memory that blocks over all rows have. */
 typedef struct dw_memory {
@@ -40,7 +41,8 @@ typedef struct dw_memory {
   int64_t logits_class; /* bytes of a class of a block's logits */
 } dw_memory;
 
-/* Of the latter: bytes for each row, for the largest block that `memory` can hold. */
+/* Bytes of fused_exp's scratch for each token's row, for the largest block that `memory` can hold.
+ */
 int64_t flce_whole_scratch_row(const flce_facts* facts, const dw_memory* memory);
 
 dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan);

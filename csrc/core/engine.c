@@ -140,7 +140,6 @@ static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
 static flce_status forward_grads_by_blocks(const execution* e) {
   int64_t rows = e->problem->shape.rows;
   FLCE_TRY(flce_sum_weight(e));
-  if (rows == 0) FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
     FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));

@@ -63,7 +63,7 @@ flce_status flce_dx_gemm(const execution* e, const chunk* c) {
 }
 
 /* Whether flce_finish_dx writes scaled_input, too: it reads x and its factors anyway. With blocks
- * of classes dW is computed before dX is finished. */
+ * of classes scaled_x is needed before dX is finished or, with dX first, for other rows. */
 static bool dx_scales_input(const execution* e) {
   return e->plan->form == FLCE_FORM_EXP && e->problem->wants.grad_input &&
          e->plan->block_classes == 0;

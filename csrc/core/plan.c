@@ -35,9 +35,9 @@ enum {
    * 2048 or 4096 rows anyway, and the copy of x and the scratch stay small. */
   STATISTICS_ROWS = 4096,
   /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
-   * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk takes no more than
-   * these: no more than an eager loss. With so few classes that the tokens' own TOKEN_BYTES are
-   * most of that, it takes as much as they do. */
+   * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk, the GEMMs' workspace
+   * and the TOKEN_BYTES of all tokens take together no more than all logits: no more than an eager
+   * loss. Where TOKEN_BYTES are over half of that, a chunk takes as much as they do. */
   SMALL_VOCAB = 8192,
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */
@@ -105,10 +105,9 @@ static bool needs_logits(const flce_problem* problem) {
 
 /* True if fused_logits produces what the strategy reads: E, float32 logits, or only statistics.
  * dz is a difference that may cancel, so it has to be computed from the same logits as the
- * statistics. With save=stats and by blocks the logits are computed again with another GEMM. That
- * is accurate enough if they are not rounded (float32), except for probability targets, which may
- * be almost equal to p. Where the forward reads logits, too, as with dX first, that GEMM has to add
- * the bias as fused_logits does: gemm_adds_bias is of both. */
+ * statistics. The exception are logits that another GEMM computes again (save=stats, blocks), if
+ * they are not rounded: float32 is accurate enough, but not for probability targets, which may be
+ * almost equal to p. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
   bool reads_z = !only_statistics(plan), again = recomputes_logits(plan);
@@ -116,6 +115,7 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   if (plan->z_dtype != FLCE_F32) return false;
   if (again && problem->has.probabilities) return false;
   if (again && !reads_z) return true;
+  /* The forward reads logits, too (dX first): gemm_adds_bias is of fused_logits and that GEMM. */
   if (again && problem->has.bias && !facts->gemm_adds_bias) return false;
   bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
@@ -334,7 +334,7 @@ static chunk_loop dx_loop(const flce_problem* problem, const flce_facts* facts,
   loop.makes_logits = true;
   loop.makes_dw = false;
   loop.prefers_small_chunks = false;
-  loop.max_memory = problem->shape.vocab * flce_dw_row(plan) - FLCE_DW_PADDING;
+  loop.max_memory = problem->shape.vocab * flce_dw_class_bytes(plan) - FLCE_DW_PADDING;
   loop.row_bytes = loop.logits_bytes = flce_dx_row_bytes(problem, facts, plan);
   if (plan->fuses_rows) loop.tile_rows = facts->fused_tile_rows;
   return loop;
@@ -438,14 +438,14 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 
 /* ---- the plan ---- */
 
-/* The classes that blocks over all rows have: at most `most`. */
+/* The classes of the blocks over all rows that begin before class `end`. */
 static int64_t choose_whole_classes(const flce_problem* problem, const flce_plan* plan,
-                                    int64_t most) {
+                                    int64_t end) {
   dw_memory memory = flce_memory_of_dw(problem, plan);
   int64_t first = 0, classes = 0;
   do {
     first += classes;
-    classes = first < most ? flce_whole_block_classes(&memory, first) : 0;
+    classes = first < end ? flce_whole_block_classes(&memory, first) : 0;
   } while (classes > 0);
   return first;
 }
@@ -461,7 +461,7 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   plan->dx_first = block.dx_first;
   flce_choose_dtypes(problem, facts, plan);
   if (plan->dx_first) {
-    plan->dw_row_bytes = flce_dw_row_bytes(problem, facts, plan);
+    plan->copies_row_bytes = flce_copies_row_bytes(problem, facts, plan);
     plan->whole_classes = choose_whole_classes(problem, plan, block.whole_classes);
   } else if (by_blocks(plan))
     plan->dx_piece_rows =

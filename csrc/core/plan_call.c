@@ -90,7 +90,7 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   flce_problem problem = *given, equal = flce_equal_share(given);
   flce_facts facts = {0};
   flce_strategies strategies;
-  equal.save = flce_known_strategy(given);
+  equal.save = flce_known_strategy(given); /* facts depend on whether gradients are sampled */
   FLCE_TRY(ask_facts(backend, &equal, &facts));
   flce_choose_strategies(&equal, &facts, &strategies);
   problem.save = equal.save = flce_strategy_of(&strategies, problem.shape.rows);

@@ -29,8 +29,9 @@ static inline flce_dtype block_dtype(const flce_plan* plan) {
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
-/* Bytes of fused_exp's scratch for each row of a block of so many classes: like that of all classes
- * numbers of each tile, and numbers of the row. */
+/* Bytes of fused_exp's scratch for each row of a block of so many classes. As the scratch of all
+ * classes it has numbers of each tile, in proportion to the classes, and of the row: at most
+ * OF_ROW. */
 static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab, int64_t classes) {
   enum {
     OF_ROW = 48

@@ -228,8 +228,9 @@ device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device new_zer
 new_empty new_tensor __hash__ _is_view register_hook retain_grad""")
 _OF_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_METADATA |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__}
-# It comes by the path that gradient.GradientOfLogits.__torch_function__ names, for a Tensor that
-# autograd has saved, but not below autograd: is_in_dispatch() does not tell.
+# A TorchDispatchMode calls aten.detach itself again for a Tensor that autograd has saved (see
+# gradient.GradientOfLogits.__torch_function__). That is not below autograd: is_in_dispatch() is
+# False.
 _OF_METADATA |= {torch.ops.aten.detach.default}
 
 
@@ -354,6 +355,7 @@ def _known_layout(function, deferred, record, tensors, args, kwargs):
     if record is None:
         return None
     is_of_rows = function in _SAME_LAYOUT and _are_contiguous_rows(record, tensors, kwargs)
+    # With a real Tensor among the arguments, an index or a vector, the result is new memory.
     if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred_tensor, tensors)):
         dtype = deferred.layout.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)

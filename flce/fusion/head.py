@@ -175,8 +175,9 @@ def _rebuilt(base, mixin):
 
 
 def _set_class(module, new):
-    """Python looks __call__ up in the class, and a deferred call returns before the hooks that
-    nn.Module.__call__ runs: an attribute `forward` of the Module would come too late."""
+    """Sets the Module's class, in which Python looks `__call__` up. The `forward` of the new class
+    runs inside the Module's hooks, and an attribute `forward` of the instance, which accelerate
+    sets, still comes before it."""
     module.__class__ = new
     if "_old_forward" in module.__dict__:
         # accelerate's hook, which is `forward` of the instance, calls this one.

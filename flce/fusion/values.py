@@ -89,8 +89,10 @@ class Snapshot:
             current = tensor if is_held else getattr(self.linear, name)
             is_written = version is not None and tensor._version != version
             is_written = is_written or (compares_samples and _differs(sample, name, tensor))
-            # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
-            if is_written if current is tensor else _is_plain(current):
+            # Another Tensor is a replacement, unless it is the sharded or offloaded form of the
+            # weight, which hooks of an enclosing Module make whole.
+            is_changed = is_written if current is tensor else _is_plain(current)
+            if is_changed:
                 return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
         return None
 

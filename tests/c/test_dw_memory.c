@@ -157,7 +157,7 @@ static void check_whole_blocks(const execution* e, const flce_facts* facts) {
     CHECK(block.classes > 0 && block.first_class == first, "a block of no class");
     if (block.classes <= 0) return;
     ranges r = {0};
-    add(&r, "dW", e->tensors->grad_weight, (first + block.classes) * flce_dw_row(plan));
+    add(&r, "dW", e->tensors->grad_weight, (first + block.classes) * flce_dw_class_bytes(plan));
     add_logits(&r, &block);
     CHECK(r.count == 2, "a block without logits");
     CHECK((copies_weight_input(e->problem, plan)) == (block.scaled_x != NULL), "the scaled x");
