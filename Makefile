@@ -31,6 +31,9 @@ CPPCHECK := $(PYTHON) -m cppcheck --quiet -U__CUDACC__ --std=c11 --enable=warnin
 # Compiling for every GPU takes minutes: a machine without one does so for `make cuda` and `wheel`.
 BUILD_CUDA := $(or $(FLCE_CUDA),$(if $(wildcard /dev/nvidiactl),,0))
 ONLY := env -u FLCE_CUDA_ARCHS $(if $(ARCHS),FLCE_CUDA_ARCHS="$(ARCHS)")
+HOST := $(shell uname -m)
+MACHINE ?= $(HOST)
+CROSS = $(if $(filter $(HOST),$(MACHINE)),,$(PYTHON) tools/cross.py $(MACHINE))
 READY := build/ready$(subst /,-,$(PYTHON))
 FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
@@ -38,7 +41,7 @@ SOURCES := setup.py pyproject.toml $(C_SOURCES)
 C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch] tests/parallel/*.cpp)
 
 .PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
-	sbom hub docs pictures clean python
+	sbom hub docs pictures bench-readme clean python
 
 test: test-c test-py
 
@@ -83,22 +86,26 @@ cuda: $(READY)
 	$(ONLY) FLCE_CUDA=1 $(PYTHON) setup.py build_clib build_ext --inplace
 
 # For every glibc >= 2.28, torch >= 2.10 and Python >= 3.10, with CUDA or without; then its checks.
+# MACHINE=aarch64: for that machine, by the compilers of the packages {gcc,g++}-aarch64-linux-gnu.
 wheel: $(READY)
-	rm -rf build/lib.* dist/flce-*.whl  # modules that were deleted since would go into the wheel
-	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
-	$(ONLY) FLCE_GLIBC=2.28 FLCE_CUDA=1 $(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
-	$(ONLY) $(PYTHON) tests/check_wheel.py dist/flce-*.whl
+	rm -rf build/lib.* dist/flce-*_$(MACHINE).whl  # modules deleted since would go into the wheel
+	$(PIP) install -q --group release
+	$(CROSS)
+	$(ONLY) FLCE_MACHINE=$(MACHINE) FLCE_GLIBC=2.28 FLCE_CUDA=1 \
+		$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
+	$(ONLY) $(PYTHON) tests/check_wheel.py dist/flce-*_$(MACHINE).whl
 
 sdist: $(READY)
 	$(PYTHON) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
 
 sbom: $(READY)
-	$(PYTHON) tools/sbom.py dist/flce-*.whl
+	$(PYTHON) tools/sbom.py dist/flce-*_$(MACHINE).whl
 
 # The layout of Hugging Face's kernel hub, in build/hub; FLCE_CUDA=0 for its CPU build alone.
 hub: $(READY)
-	$(PIP) install -q $$($(PYTHON) -c '$(strip $(EXTRA))' release)
-	$(PYTHON) tools/hub.py build/hub
+	$(PIP) install -q --group release
+	$(CROSS)
+	FLCE_MACHINE=$(MACHINE) $(PYTHON) tools/hub.py build/hub
 
 # The site, in build/site. Fails where a page or a link is missing; fetches nothing.
 docs: $(READY)
@@ -108,6 +115,12 @@ docs: $(READY)
 # docs/pictures, from the records in benchmarks/results.
 pictures: $(READY)
 	$(PYTHON) benchmarks/pictures.py
+
+# The first table of README.md under "Time and memory", on a GPU; whichever of the others is not
+# installed (liger-kernel, cut-cross-entropy) is left out.
+bench-readme: $(READY)
+	$(PYTHON) benchmarks/bench.py head gemma mid 8192x4096x32000 small --save auto --budget default \
+		--passes step --peers eager torch.compile liger cce --json build/bench-readme.json
 
 # Prints the interpreter that the other targets use.
 python: $(READY)
@@ -119,9 +132,9 @@ clean:
 
 # Never a range for torch: what is there satisfies flce's own, so pip leaves it as it is.
 $(READY): $(SOURCES) | $(if $(ACTIVE),,$(VENV)/torch-is-there)
-	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "setuptools>=77" wheel
+	$(PIP) install $(if $(ACTIVE),,-c requirements.txt) "pip>=25.1" "setuptools>=77" wheel
 	FLCE_CUDA=$(BUILD_CUDA) $(PIP) install $(if $(ACTIVE),,-c requirements.txt) \
-		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation -e ".[tests,dev,docs,example]"
+		$(if $(filter 0,$(BUILD_CUDA)),,-v) --no-build-isolation --group tests --group dev --group docs -e ".[example]"
 	@mkdir -p $(@D) && touch $@
 
 # An extra's packages without flce, which would be built anew. torch is named with the version that

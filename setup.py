@@ -53,8 +53,32 @@ def headers_digest():
 # those of cudart must not be bound to the ones of torch's libcudart.
 EXPORTS = {"_C": "csrc/binding/exports.map", "libflce_cuda": "csrc/cuda/exports.map"}
 GLIBC = os.environ.get("FLCE_GLIBC", "")  # the oldest that a wheel is for, such as 2.28
+# The machine that is built for: with another than this one's, by its GNU cross compilers and the
+# libraries that tools/cross.py has put into CROSS_LIBRARIES.
+MACHINE = os.environ.get("FLCE_MACHINE") or platform.machine()
+CROSS = MACHINE != platform.machine()
+CROSS_LIBRARIES = Path("build", f"cross-{MACHINE}")
+if CROSS:
+    os.environ["CC"], os.environ["CXX"] = f"{MACHINE}-linux-gnu-gcc", f"{MACHINE}-linux-gnu-g++"
+    os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{MACHINE}"  # folders of build/, and the tag
+# Where the sources are on the web: of a release, by .github/workflows/build.yml.
+URL = os.environ.get("FLCE_URL", "").rstrip("/")
 # The namespace of the operators; another where several builds are to be loaded by one process.
 OPS = os.environ.get("FLCE_OPS") or "flce"
+
+
+def links(readme):
+    """README.md for a package index, which does not know where links of the clone lead."""
+    if not URL:
+        return readme
+    readme = re.sub(r"!\[([^]]*)\]\((?!\w+:)", rf"![\1]({URL}/raw/HEAD/", readme)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!\w+:|#)", rf"[\1]({URL}/blob/HEAD/", readme)
+
+
+def project_urls():
+    pages = {"Documentation": "tree/HEAD/docs", "Changelog": "blob/HEAD/CHANGELOG.md"}
+    pages |= {"Issues": "issues"}
+    return {"Source": URL, **{name: f"{URL}/{page}" for name, page in pages.items()}} if URL else {}
 
 
 def say(line):
@@ -108,7 +132,16 @@ def torch_folders():
         sys.exit(f"flce: to build, torch 2.10 or later is needed, not {torch.__version__}")
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    return include_paths(), library_paths()
+    return include_paths(), [str(CROSS_LIBRARIES)] if CROSS else library_paths()
+
+
+def check_cross_build():
+    """Ends the build for another machine where what it takes is missing."""
+    if CROSS and not GLIBC:
+        sys.exit(f"flce: FLCE_MACHINE={MACHINE} needs FLCE_GLIBC, such as 2.28, too")
+    if CROSS and not (CROSS_LIBRARIES / "libtorch_cpu.so").exists():
+        remedy = f"`python tools/cross.py {MACHINE}` makes them"
+        sys.exit(f"flce: FLCE_MACHINE={MACHINE}, but no libraries in {CROSS_LIBRARIES}: {remedy}")
 
 
 def check_compilers():
@@ -133,19 +166,25 @@ def portable_linker():
     names = ["libgcc.a", "libstdc++.so.6", "libgcc_s.so.1"]
     command = [[*cxx, f"-print-file-name={name}"] for name in names]
     found = [subprocess.run(c, check=True, capture_output=True, text=True) for c in command]
-    target = f"{platform.machine()}-linux-gnu.{GLIBC}"
+    target = f"{MACHINE}-linux-gnu.{GLIBC}"
     linker = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-s"]
     return linker, [run.stdout.strip() for run in found]
 
 
-def arch_flags(nvcc):
-    """FLCE_CUDA_ARCHS, else the CUDA_ARCHS that nvcc knows, with PTX of the last for newer GPUs."""
+def architectures(nvcc):
+    """(FLCE_CUDA_ARCHS, else the CUDA_ARCHS that nvcc knows; of which there is PTX for newer GPUs,
+    the last unless they were asked for)."""
     asked = os.environ.get("FLCE_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True)
     archs = asked or [arch for arch in CUDA_ARCHS if f"compute_{arch}" in known.stdout.split()]
+    return archs, [] if asked else archs[-1:]
+
+
+def arch_flags(nvcc):
+    archs, of_ptx = architectures(nvcc)
     codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    ptx = [] if asked else [f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
-    return [f"-gencode={code}" for code in codes + ptx]
+    codes += [f"arch=compute_{arch},code=compute_{arch}" for arch in of_ptx]
+    return [f"-gencode={code}" for code in codes]
 
 
 def included(source, header):
@@ -194,6 +233,8 @@ def cuda_flags(nvcc):
     """nvcc's flags for each of CUDA_SOURCES."""
     options = ",".join(["-fPIC", "-fvisibility=hidden", "-g0", *HARDENED])
     host = ["-O3", "-Xcompiler", options, f"-I{INCLUDE}"]
+    if CROSS:  # the toolkit's headers are the same for every machine
+        host += ["-ccbin", os.environ["CXX"], "-target-dir", f"{platform.machine()}-linux"]
     threads = f"--threads={(os.cpu_count() or 1) // len(CUDA_SOURCES) or 1}"
     device = [*host, "-std=c++17", threads, *arch_flags(nvcc)]
     own = {name: [f"-gencode=arch=compute_{a},code=sm_{a}"] for name, a in OWN_ARCHS.items()}
@@ -233,9 +274,10 @@ def build_cuda(library, nvcc, header):
 
 
 def static_cudart(nvcc):
-    """The CUDA runtime of the toolkit of nvcc."""
+    """The CUDA runtime of the toolkit of nvcc, or that of another machine."""
     root = Path(nvcc).resolve().parents[1]
     folders = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
+    folders = [CROSS_LIBRARIES] if CROSS else folders
     for path in (folder / "libcudart_static.a" for folder in folders):
         if path.exists():
             return str(path)
@@ -247,6 +289,7 @@ class BuildCore(build_clib):
         torch_folders()
         find_cuda()
         check_compilers()
+        check_cross_build()
         if GLIBC:
             portable_linker()
         super().run()
@@ -257,7 +300,24 @@ class BuildCore(build_clib):
         super().build_libraries(libraries)
 
 
+def summary(nvcc, why):
+    """The last lines of a build: what was built, why, and how to build something else."""
+    if nvcc:
+        archs, of_ptx = architectures(nvcc)
+        gpus = " ".join([f"sm_{arch}" for arch in archs] + [f"compute_{a} (PTX)" for a in of_ptx])
+        yield f"built for the CPU and for CUDA, GPUs of {gpus}, by {nvcc}"
+        yield 'FLCE_CUDA_ARCHS, such as "90", chooses other GPUs; FLCE_CUDA=0 leaves CUDA out'
+        return
+    yield f"built for the CPU alone, CUDA tensors will be refused: {why}"
+    if why == "FLCE_CUDA=0":
+        yield "without it the CUDA library is built too where nvcc and cublasLt.h are found"
+    else:
+        yield "FLCE_CUDA=1 makes this an error; FLCE_CUDA=0 says that it is wanted"
+
+
 class Build(build_ext):
+    summary = ()  # lines for the end of the build
+
     def run(self):
         super().run()
         library = Path("" if self.inplace else self.build_lib, "flce", "libflce_cuda.so")
@@ -265,10 +325,10 @@ class Build(build_ext):
         left_out = library.with_suffix(".txt")  # in place of the library; the module reads it
         for path in (library, left_out):  # one of an earlier build may not fit this module
             path.unlink(missing_ok=True)
+        self.summary = tuple(summary(nvcc, why))
         if nvcc:
             say(f"CPU module and {library}: {nvcc}, cublasLt.h in {header}")
             return build_cuda(library, nvcc, header)
-        say(f"built for the CPU alone, CUDA tensors will be refused: {why}")
         text = f"left out of the build: {why}\n"
         left_out.write_text(text, encoding="utf-8", errors="replace")  # PATH may not be UTF-8
 
@@ -287,9 +347,10 @@ class Build(build_ext):
         super().build_extensions()
 
 
+LINUX = sys.platform == "linux"
 # The stable ABI of torch 2.10 and of Python 3.10: one module for these and all later ones.
 ABI = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030a0000")]
-PLATFORM = {"plat_name": f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"}
+PLATFORM = {"plat_name": f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"}
 MODULE = Extension(
     "flce._C",
     BINDING,
@@ -310,12 +371,27 @@ CORE_LIBRARY = {
     "obj_deps": {"": HEADERS},
     "cflags": ["-std=c11", *C_FLAGS],
 }
+if sys.version_info < (3, 10):  # noqa: UP036  it may be run by hand
+    sys.exit(
+        "flce: Python 3.10 or later is needed, not " + ".".join(map(str, sys.version_info[:2]))
+    )
 if int(setuptools.__version__.split(".")[0]) < 77:  # it does not know pyproject.toml's license
-    sys.exit(f"flce: to build, setuptools 77 or later is needed, not {setuptools.__version__}")
+    sys.exit(
+        f"flce: to build, setuptools 77 or later is needed, not {setuptools.__version__}: "
+        'pip install "setuptools>=77"'
+    )
 if __name__ == "__main__":  # tests/check_kernels.py imports the rest
-    setup(
-        libraries=[("flce_core", CORE_LIBRARY)],
-        ext_modules=[MODULE],
-        cmdclass={"build_clib": BuildCore, "build_ext": Build},
+    distribution = setup(
+        long_description=links(Path("README.md").read_text(encoding="utf-8")),
+        long_description_content_type="text/markdown",
+        project_urls=project_urls(),
+        # Elsewhere the package is Python alone, and flce/plain.py serves.
+        libraries=[("flce_core", CORE_LIBRARY)] if LINUX else [],
+        ext_modules=[MODULE] if LINUX else [],
+        cmdclass={"build_clib": BuildCore, "build_ext": Build} if LINUX else {},
         options={"bdist_wheel": {"py_limited_api": "cp310", **(PLATFORM if GLIBC else {})}},
     )
+    if not LINUX:
+        say(f"no compiled module for {sys.platform}: losses will be computed by flce.reference")
+    for line in getattr(distribution.command_obj.get("build_ext"), "summary", ()):
+        say(line)

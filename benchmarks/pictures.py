@@ -195,9 +195,19 @@ def deferred():
     return picture
 
 
+# The heads of the first picture, by the shapes of its record.
+HEADS = {
+    "head": "8192 x 4096 x 128256 (Llama 3 8B)",
+    "mid": "16384 x 2048 x 151936 (Qwen3 1.7B)",
+    "gemma": "8192 x 2304 x 256000 (Gemma 2 2B)",
+    "6000x3072x200064": "6000 x 3072 x 200064 (Phi-4-mini)",
+}
+
+
 def every():
     """{file name: picture}"""
     made = {"readme.svg": readme(), "memory.svg": memory(), "chunks.svg": chunks()}
+    made["memory-time.svg"] = plot.draw_panels(record("27-h100-budgets"), HEADS)
     made["deferred.svg"] = deferred()
     made["distillation.svg"] = distill_plot.draw(record("26-h200-distill-sweep"))
     for shape in SHAPES:

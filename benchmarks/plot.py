@@ -105,6 +105,52 @@ def draw(rows, machine):
     return picture
 
 
+PANEL = (660, 400)  # width and height of a panel
+NAMES = {"liger": "Liger", "cce": "Cut Cross Entropy", "cce exact": "the same, exact"}
+NAMES |= {"torch chunked": "torch's chunks"}
+
+
+def panel(picture, left, top, title, rows):
+    """Time against memory of one shape: peers are points, flce's budgets a line."""
+    drawn = [row for row in rows if row["kind"] != "floor"]
+    xs, ys = zip(*map(point, drawn), strict=True)
+    box = (left + 74, top + 36, PANEL[0] - 100, PANEL[1] - 110)
+    axes = svg.Axes(picture, box, (*xs, max(xs) * 1.2), (*ys, 1.0), (True, True), margin=0.08)
+    picture.text(left + 74, top + 22, title, size=15, weight=600)
+    axes.frame("peak memory over the inputs, GB", "time / three GEMMs", "x")
+    _, one = axes.at(xs[0], 1.0)
+    picture.line([(axes.left, one), (axes.left + axes.width, one)], "grey", dash="5 4")
+    fused = sorted((row for row in drawn if row["kind"] == "flce"), key=point)
+    picture.line([axes.at(*point(row)) for row in fused], "blue", 2)
+    labels = svg.Labels(axes, [axes.at(*point(row)) for row in drawn])
+    for row in fused:
+        picture.square(*axes.at(*point(row)), "blue")
+    shown = [fused[0], next(row for row in fused if row["budget"] == "default")]
+    for row in (*shown, *(row for row in drawn if row["kind"] == "peer")):
+        ours = row["kind"] == "flce"
+        if not ours:
+            picture.dot(*axes.at(*point(row)), "orange")
+        name = label_of(row)
+        labels.put(*axes.at(*point(row)), NAMES.get(name, name), "blue" if ours else "ink")
+
+
+def draw_panels(record, shapes):
+    """One picture of a record of bench.py with budgets and peers: a panel for each shape."""
+    columns, rows = 2, -(-len(shapes) // 2)
+    picture = svg.Picture(columns * PANEL[0], rows * PANEL[1] + 64, "Time against memory")
+    picture.text(24, 34, "Loss and gradients of a head: time against memory", size=19, weight=600)
+    machine = record["machine"]
+    where = f"{machine['gpu']}, torch {machine['torch']}, {machine['date'][:10]}, bfloat16, forward"
+    picture.text(
+        24, 56, f"{where} + backward; flce at max_memory from 16 MiB to its default", "grey"
+    )
+    for i, (shape, title) in enumerate(shapes.items()):
+        made = [r for r in record["rows"] if r["shape"] == shape and r["pass"] == "step"]
+        left, top = PANEL[0] * (i % columns), 64 + PANEL[1] * (i // columns)
+        panel(picture, left, top, title, made)
+    return picture
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 import flce
 
 ELEMENT, WIDE = 2, 4  # bytes of bfloat16 and of float32
@@ -411,4 +413,5 @@ def make_plan(tokens, hidden, vocab, ranks, save="grads", chunks=1, sequence=Fal
     size = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "ranks": ranks}
     budget = budget_of(tokens, hidden, vocab, ranks, chunks)
     options = {"save": save, "max_memory": budget, "sequence": sequence}
-    return flce.plan(**size, **options, device="cpu")
+    # By name: no wider sum over many chunks, in whose place other loops would be planned.
+    return flce.plan(**size, **options, device="cpu", accum_dtype=torch.bfloat16)

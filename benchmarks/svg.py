@@ -86,10 +86,12 @@ class Picture:
 
 
 def ticks(low, high, logarithmic):
-    """Numbers from low to high: 1, 1.5, 2, 3, 5, 7 of each decade, or at most seven even steps."""
+    """Numbers from low to high: 1, 1.5, 2, 3, 5, 7 of each decade, 1 alone where these would be
+    many, or at most seven even steps."""
     if logarithmic:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        made = [round(m * 10.0**d, 9) for d in decades for m in (1, 1.5, 2, 3, 5, 7)]
+        factors = (1, 1.5, 2, 3, 5, 7) if high < 300 * low else (1,)
+        made = [round(m * 10.0**d, 9) for d in decades for m in factors]
     else:
         rough = (high - low) / 5
         power = 10.0 ** math.floor(math.log10(rough))

@@ -61,7 +61,8 @@ typedef enum flce_buffer_id {
   FLCE_BUF_WEIGHT_CAST,
   FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
   /* [chunk][z_pitch] z_dtype: logits of a chunk, or [block_rows][block_classes] of a block,
-   * overwritten by E or dz. */
+   * overwritten by E or dz. This buffer and those of a chunk's rows below do not exist for the
+   * chunks and blocks that are in the memory of dW (dx_first). */
   FLCE_BUF_LOGITS,
   /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
   FLCE_BUF_DZ_SCALE,
@@ -154,8 +155,8 @@ typedef struct flce_plan {
   flce_strategy strategy;
   flce_form form;   /* what the gradient GEMMs read */
   flce_dtype dtype; /* of the GEMM operands and of dz */
-  /* Of E: dtype, but bfloat16 where samples are drawn from it for float16, whose range cannot hold
-   * E. */
+  /* Of E, and of a dz that samples are drawn from: dtype, but bfloat16 where samples are drawn from
+   * it for float16, whose range cannot hold E. */
   flce_dtype exp_dtype;
   int64_t rows; /* to compute: flce_problem.shape.rows */
   /* H, zero-padded to hidden_alignment: the leading dimension of x, W and every [][H] buffer of the
@@ -183,6 +184,13 @@ typedef struct flce_plan {
   int64_t backward_chunk_rows, backward_chunks;
   /* Rows and classes of a block, where gradients are made by blocks (engine.c); else 0. */
   int64_t block_rows, block_classes;
+  /* save=grads by blocks: dX of all rows is made first, by chunks of all classes, then dW. The
+   * memory of dW holds the logits of both until dW is written there (core/dw_memory.h). */
+  bool dx_first;
+  /* Of it: the first classes, whose dW is one GEMM over all rows, in blocks that leave rows x
+   * copies_row_bytes at the end of dW for the copies of all rows. Those after them have blocks of
+   * block_rows x block_classes. */
+  int64_t whole_classes, copies_row_bytes;
   bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
@@ -294,8 +302,9 @@ flce_status flce_check_items(double items, int64_t valid);
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 /* For flce.plan: the plan of forward and backward together; it is never executed. A divergence with
- * save=stats or FLCE_NONE: the backward is that of a second call with save=grads and FLCE_SUM. With
- * wants.class_gradient the backward is planned with backward.has_grad_classes. */
+ * save=stats or FLCE_NONE: the backward is a second call, with save=grads and FLCE_SUM, whose
+ * forward makes the gradients. With wants.class_gradient the backward is planned with
+ * backward.has_grad_classes. */
 flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan);
 

@@ -49,6 +49,7 @@ enum { FLCE_PACKED_ROW_FLOATS = 8 };
 enum {
   FLCE_MAX_VOCAB = 1 << 30,  /* columns of a row of logits, which kernels count in 32 bits */
   FLCE_COLUMN_THREADS = 128, /* column_sum: threads of a block, 16 bytes of a row each */
+  FLCE_COLUMN_BLOCKS = 1024,
   FLCE_COUNTED_TOKENS =
       8192, /* order_targets sorts so many without CUB, in 32 KiB of shared memory */
   FLCE_ORDER_ALIGNMENT = 256, /* bytes, of the arrays in the results of the three sorts */
@@ -75,15 +76,29 @@ static inline int64_t flce_bias_parts(const flce_weight_gemm_sizes* gemm, int64_
   return tiles < gemm->most_bias_parts ? tiles : gemm->most_bias_parts;
 }
 
+/* column_sum: columns of a thread block. */
+static inline int64_t flce_column_tile(flce_dtype dtype) {
+  return FLCE_COLUMN_THREADS * (16 / flce_size_of(dtype));
+}
+
 /* column_sum: the number of row ranges that are summed separately. It depends on sizes only, and so
- * does the order of a sum. It gives about 1024 thread blocks, more than are resident at once, and
- * few enough that the partial sums are small compared with the matrix. */
+ * does the order of a sum. It gives about FLCE_COLUMN_BLOCKS thread blocks, more than are resident
+ * at once, and few enough that the partial sums are small compared with the matrix. */
 static inline int64_t flce_row_splits(int64_t rows, int64_t cols, flce_dtype dtype) {
-  const int64_t kBlocks = 1024, kRowsAtLeast = 32;
-  int64_t tiles = flce_ceil_div(cols, FLCE_COLUMN_THREADS * (16 / flce_size_of(dtype)));
-  int64_t wanted = flce_ceil_div(kBlocks, tiles), most = flce_ceil_div(rows, kRowsAtLeast);
+  const int64_t kRowsAtLeast = 32;
+  int64_t tiles = flce_ceil_div(cols, flce_column_tile(dtype));
+  int64_t wanted = flce_ceil_div(FLCE_COLUMN_BLOCKS, tiles);
+  int64_t most = flce_ceil_div(rows, kRowsAtLeast);
   int64_t splits = wanted < most ? wanted : most;
   return splits > 1 ? splits : 1;
+}
+
+/* The most partial sums of up to `rows` rows of up to `cols` columns: a block of classes has fewer
+ * columns than the vocabulary, but its splits may be more by a larger factor. */
+static inline int64_t flce_most_column_parts(int64_t rows, int64_t cols, flce_dtype dtype) {
+  int64_t tile = flce_column_tile(dtype), of_rows = flce_row_splits(rows, 1, dtype) * cols;
+  int64_t of_blocks = (FLCE_COLUMN_BLOCKS + flce_ceil_div(cols, tile)) * tile;
+  return of_rows < of_blocks ? of_rows : of_blocks;
 }
 
 /* compact_rows: bytes of the index before CUB's scratch: [tokens] int64 rows, and their count. */

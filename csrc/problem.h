@@ -397,7 +397,7 @@ static inline int64_t flce_grad_weight_cols(const flce_problem* problem) {
 }
 
 /* What the plan needs to know of a device and of its backend. The backend fills it for one problem
- * (`facts` of flce_backend), but for asks_block, asked_rows and asked_classes. */
+ * (`facts` of flce_backend), but for what is asked by FLCE_BLOCKS. */
 typedef struct flce_facts {
   bool gemm_writes_f32; /* a GEMM of 16-bit operands can write a float32 result */
   bool gemm_adds_bias;  /* a GEMM with a float32 result adds the bias in its epilogue, for free */
@@ -427,8 +427,8 @@ typedef struct flce_facts {
    * multiple, because the GEMMs are faster then. 0 or 1: no alignment is needed. */
   int64_t hidden_alignment;
   /* Set by core/plan_call.c, from FLCE_BLOCKS: whether it is set, and the rows and classes of a
-   * block that it asks for, 0 for chunks of all classes. */
-  bool asks_block;
+   * block that it asks for, 0 for chunks of all classes; and whether with dX first, if possible. */
+  bool asks_block, asks_dx_first;
   int64_t asked_rows, asked_classes;
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */

@@ -3,28 +3,31 @@
 import importlib
 import typing
 
-import torch
-
-try:
-    from . import _C  # noqa: F401  registers the operators
-except ImportError as error:
-    raise ImportError(
-        f"flce: no compiled module flce._C for torch {torch.__version__}: {error}. In a clone, run "
-        "`pip install --no-build-isolation -e .`, or start Python in another folder"
-    ) from error
-
-from . import reference
-from .chunked_loss import linear_loss
-from .distillation import linear_divergence
-from .distributed import VocabParallel
-from .functional import cross_entropy, linear_cross_entropy
-from .logprobs import linear_logprobs, linear_logprobs_at
-from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
-from .options import LinearCrossEntropyOutput, TopLogprobs
-from .plan import Plan, plan
-from .targets import num_items
-
 __version__ = "0.1.0"
+
+# The first of flce's own: it imports torch and the compiled module.
+from . import installation, reference
+from .options import LinearCrossEntropyOutput, TopLogprobs
+
+if typing.TYPE_CHECKING or installation.COMPILED:
+    from .chunked_loss import linear_loss
+    from .distillation import linear_divergence
+    from .distributed import VocabParallel
+    from .functional import cross_entropy, linear_cross_entropy
+    from .logprobs import linear_logprobs, linear_logprobs_at
+    from .modules import LinearCrossEntropyHead, LinearCrossEntropyLoss
+    from .plan import Plan, plan
+    from .targets import num_items
+else:
+    from .plain import (
+        LinearCrossEntropyHead,
+        LinearCrossEntropyLoss,
+        absent,
+        cross_entropy,
+        linear_cross_entropy,
+        linear_logprobs,
+    )
+
 __all__ = [
     "LinearCrossEntropyHead",
     "LinearCrossEntropyLoss",
@@ -57,6 +60,8 @@ else:
 
     def __getattr__(name):
         """Imports on first access what depends on flce or takes long to import."""
+        if not installation.COMPILED and name in __all__:
+            return absent(name)
         if name == "integrations":
             return importlib.import_module(f".{name}", __name__)
         if name in _LATER:
@@ -65,5 +70,5 @@ else:
 
 
 def __dir__():
-    """With what is imported on first access, for help() and completion."""
-    return sorted({*globals(), *__all__})
+    """The public names alone, for help() and completion."""
+    return sorted((*__all__, "__version__"))

@@ -121,7 +121,8 @@ class Accumulator:
             ) from None
 
     def add(self, grad_weight):
-        """Adds a gradient that exists already. Returns what autograd gets as the weight's."""
+        """Adds a gradient of the weight that exists already. Returns what autograd gets as the
+        weight's gradient in its place."""
         with self.lock:
             if (into := self.checked_target()) is None:
                 return self.finish(grad_weight)
@@ -129,8 +130,9 @@ class Accumulator:
             return self.finish(None)
 
     def finish(self, grad_weight):
-        """Runs after the gradients are made; `grad_weight` is one if checked_target() returned
-        None. Returns what autograd gets as the weight's gradient."""
+        """Runs after the gradients are made. `grad_weight`: the new gradient if checked_target()
+        returned None, else None, as it was added to the target. Returns what autograd gets as the
+        weight's gradient."""
         weight = self.weight
         if weight.is_cuda:
             # The stream that called backward() must wait for this one, as it does at the end for

@@ -3,8 +3,9 @@
 Registered directly, because torch.library.register_autograd parses the operator's schema in every
 call, which takes more host time than the rest of a small step. A Function is applied to the outputs
 that its operator has already produced: on a GPU the kernels are running by then, so the host time
-of the Function is hidden. flce's functions call the operators below autograd and then with_graph;
-the kernels for the Autograd key, which call it too, serve direct calls of the operators.
+of the Function is hidden. flce's functions call the operators below autograd and then
+with_forward_graph; the kernels for the Autograd key, which call that too, serve direct calls of the
+operators.
 """
 
 import contextlib
@@ -275,7 +276,8 @@ def _scale_saved(ctx, saved, grad_output, wanted):
     """The wanted ones of the gradients of calls.SavedGradients times grad_output; in place if
     possible."""
     gradients = saved.grad_input, saved.grad_weight, saved.grad_bias
-    # Of linear_loss or a divergence, whose forward cannot add to the caller's gradient.
+    # accumulate_into comes here with linear_loss and divergences alone: their forward makes the
+    # gradients, but must not add to the parameter's.
     adds = bool(ctx.accumulator and wanted[1])
     adds = adds and ctx.accumulator.should_accumulate(ctx.next_functions[1][0])
     may_write = _may_overwrite(ctx)
@@ -344,7 +346,7 @@ class CrossEntropy(torch.autograd.Function):
         return (calls.run_logits_backward(call),)
 
 
-def with_graph(call, outputs, leaves, names, owned, accumulator=None):
+def with_forward_graph(call, outputs, leaves, names, owned, accumulator=None):
     """The outputs of a ForwardCall, of which `names`, the first ones of DIFFERENTIABLE, have a
     graph that ends in `leaves`, the tensors that get the gradients."""
     strategy = outputs.strategy()
@@ -355,7 +357,7 @@ def with_graph(call, outputs, leaves, names, owned, accumulator=None):
     if call.teacher and strategy != "grads":
         strategy = "forward"
     record = ExecutedForward(call, outputs, strategy, names, owned, accumulator)
-    return outputs.with_graph(*LinearCrossEntropy.apply(*leaves, record))
+    return outputs.with_differentiable(*LinearCrossEntropy.apply(*leaves, record))
 
 
 def with_logits_graph(call, outputs, names):
@@ -366,7 +368,7 @@ def with_logits_graph(call, outputs, names):
 
 def _of_direct_call(outputs, call):
     leaves = call.input, call.linear_weight, call.linear_bias
-    return tuple(with_graph(call, outputs, leaves, ("loss",), owned=False))
+    return tuple(with_forward_graph(call, outputs, leaves, ("loss",), owned=False))
 
 
 def _of_direct_logits_call(outputs, call):

@@ -46,7 +46,8 @@ class CallOptions(typing.NamedTuple):
         return self._replace(integers=replaced(self.integers, **values))
 
     def for_backward(self, save, consumes_saved, wanted):
-        """Those of the backward of a forward with these. wanted: which gradients it computes."""
+        """The options of the backward where these are the forward's. wanted: which gradients the
+        backward computes."""
         integers = backward_integers(tuple(self.integers), save, consumes_saved, wanted)
         return CallOptions(self.valid_vocab, self.rows, integers, self.numbers, self.group)
 
@@ -100,14 +101,16 @@ class ForwardCall(typing.NamedTuple):
         """The ForwardTensors of this call and its ForwardOutputs."""
         classes = self.classes if outputs.top_classes is None else outputs.top_classes
         of_outputs = outputs.class_logits, outputs.stats, outputs.scalars, outputs.saved
-        return ForwardTensors(*self[:_CONSTANTS], classes, *of_outputs)
+        return ForwardTensors(*self[:_SHARED_COUNT], classes, *of_outputs)
 
     def flat(self):
         *tensors, options, teacher = self
         return (*tensors, *options, *(teacher or ()))
 
 
-_CONSTANTS = ForwardTensors._fields.index("classes")  # ForwardCall begins with the same tensors
+# The number of tensors with which both ForwardCall and ForwardTensors begin: those that the latter
+# has before `classes`.
+_SHARED_COUNT = ForwardTensors._fields.index("classes")
 
 
 # The outputs that may have a gradient, in the order of autograd.LinearCrossEntropy.
@@ -131,8 +134,9 @@ class ForwardOutputs(typing.NamedTuple):
     class_logits: Optional = None
     top_classes: Optional = None
 
-    def with_graph(self, loss, *others):
-        """With `loss` and `others`, the first ones of DIFFERENTIABLE as autograd recorded them."""
+    def with_differentiable(self, loss, *others):
+        """With `loss` and `others`, as autograd has recorded them, in place of the first ones of
+        DIFFERENTIABLE."""
         if not others:
             return ForwardOutputs(loss, *self[1:])
         return self._replace(loss=loss, **dict(zip(DIFFERENTIABLE[1:], others, strict=False)))
@@ -301,8 +305,9 @@ def run_logits_backward(call):
 
 
 def run_plan(gpu, index, options, sizes):
-    """The PlanOutputs. gpu: of one that need not be there, else "", and the device's index; sizes:
-    by their names in the schema of flce::plan."""
+    """The PlanOutputs. gpu: the name or the numbers of a GPU to plan for without its hardware, as
+    text; "" for a device that is present, whose index is `index`. sizes: by their names in the
+    schema of flce::plan."""
     lists = options.valid_vocab, options.integers, options.numbers
     sizes = {name: int(size) for name, size in sizes.items()}
     return PlanOutputs(*operators.run_plain(inner.plan.default, gpu, index, *lists, **sizes))

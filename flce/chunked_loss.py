@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Never, Unpack, overload
 
-from . import calls, class_losses, composite, fakes, functional, torch_private, validate
+from . import calls, class_losses, composite, fakes, functional, mistakes, torch_private, validate
 from .accumulate import Accumulator
 from .autograd import ScaledGradients
 from .logprobs import check_logprobs, logprobs_of
@@ -88,7 +88,7 @@ def linear_loss(
     linear_weight: Tensor,
     target: Tensor,
     loss_fn: Callable[..., object],
-    *,
+    *others: Never,
     rows: int | None = None,
     cu_seqlens: Tensor | None = None,
     entropy: Entropy | None = None,
@@ -134,6 +134,9 @@ def linear_loss(
     >>> loss = flce.linear_loss(x, W, y, lambda p, entropy, rows: -(p * advantage[rows]).sum())
     >>> torch.testing.assert_close(loss, -(flce.linear_logprobs(x, W, y)[0] * advantage).sum())
     """
+    if others:
+        operands = *functional.OF_LINEAR, "loss_fn"
+        mistakes.refuse_positional("linear_loss", operands, others, functional.A_BIAS)
     check_names("linear_loss", _KNOWN, options)
     # It runs a function of the caller's, and a backward within the forward.
     function, outputs = validate.untraced(_linear_loss), _Outputs(entropy, tail)
@@ -152,7 +155,11 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, output
     operands = {"input": input, "linear_weight": linear_weight}
     others = {name: options.pop(name) for name in _OPERANDS[2:]}
     operands |= {name: tensor for name, tensor in others.items() if tensor is not None}
-    classes = _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options)
+    try:
+        classes = _check_arguments(operands, target, loss_fn, cu_seqlens, outputs, options)
+    except (TypeError, ValueError) as error:
+        mistakes.add_remedy(error, {**operands, "target": target})
+        raise
     packed, _ = split(options)
     shift, bounds = options.pop("shift"), None
     if shift:
@@ -216,6 +223,8 @@ def _check_kinds(operands, target, loss_fn, cu_seqlens, outputs, options):
     validate.check_flag("tail", outputs.tail)
     if not callable(loss_fn):
         refuse("loss_fn", "a function", type(loss_fn).__name__, TypeError)
+    if takes := mistakes.other_parameters(loss_fn, 3):
+        refuse("loss_fn", "a function of (logprobs, entropy, rows)", f"one of {takes}", TypeError)
     validate.refuse_transforms(*arguments.values())
     if validate.function_transforms_are_on():
         validate.refuse_vmap()
@@ -372,7 +381,7 @@ class _Chunks:
         return count >= WIDE_SUM_CHUNKS if dtype is None else dtype.itemsize > 2
 
     def _set_options(self, input):
-        """The options of a chunk's call, of those of the caller's."""
+        """Makes the options of a chunk's call from those of the caller's call."""
         options, weight = self.options, self.sums.get("linear_weight")
         if weight is not None and weight.attribute is not None:
             options["accumulate_into"] = weight.attribute
@@ -411,7 +420,7 @@ class _Chunks:
         """The list of the loss and the values of the rows `part`; adds to the gradients."""
         outputs, rows = self._logprobs(part)
         cut = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in outputs]
-        returned = loss_fn(*cut, part)
+        returned = self._returned(loss_fn, cut, part)
         loss, *values = returned if isinstance(returned, tuple) and returned else (returned,)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or len(values) > 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(returned).__name__
@@ -424,10 +433,23 @@ class _Chunks:
         loss = loss.to(torch.promote_types(loss.dtype, cut[0].dtype)).reshape(())
         return torch_private.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
 
+    def _returned(self, loss_fn, outputs, part):
+        """What loss_fn returns. An error of None where it takes entropy is explained."""
+        try:
+            return loss_fn(*outputs, part)
+        except (TypeError, AttributeError) as error:
+            if outputs[1] is not None or "NoneType" not in str(error):
+                raise
+            expected = (
+                'no use of None, as its entropy is without entropy="differentiable", "detached"'
+            )
+            refuse("loss_fn", expected, f"{type(error).__name__}: {error}", TypeError)
+
     def _add_gradients(self, loss, leaves, outputs, rows, part):
         self.has_gradient = True
         upstream = torch.autograd.grad(loss, leaves, allow_unused=True)
-        pairs = zip(outputs, upstream, strict=False)  # the last one's entropy may be a constant
+        # The last output, the entropy, may need no gradient: it has no leaf then.
+        pairs = zip(outputs, upstream, strict=False)
         pairs = [(output, grad) for output, grad in pairs if grad is not None]
         torch.autograd.backward(*zip(*pairs, strict=True))
         for name, grad in self.grads.items():
@@ -441,9 +463,12 @@ class _Chunks:
         return self.sums[name].value() if name in self.sums else None
 
     def differentiable(self, total):
-        """`total`, whose backward multiplies the gradients by grad_output."""
+        """`total`, whose backward multiplies the gradients by grad_output. A ScaledGradients has
+        three leaves, input, weight and bias, so that an adapter's two take a second one: "" stands
+        for its missing bias, and its loss is 0 where the first one has the total."""
         total, parts = total.detach(), []
-        for names, accumulator in ((_OPERANDS[:3], self.accumulator), ((*_OPERANDS[3:], ""), None)):
+        of_adapter = (*_OPERANDS[3:], "")
+        for names, accumulator in ((_OPERANDS[:3], self.accumulator), (of_adapter, None)):
             if not self.needs.isdisjoint(names):
                 value = torch.zeros_like(total) if parts else total
                 gradients = dict(zip(GRADIENTS, map(self._gradient, names), strict=True))

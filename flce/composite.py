@@ -8,11 +8,19 @@ import re
 import typing
 
 import torch
-from torch.compiler import is_compiling
 
-from . import adapter, autograd, calls, fakes, operators, sharding, torch_private, validate
+from . import (
+    adapter,
+    autograd,
+    calls,
+    fakes,
+    mistakes,
+    operators,
+    sharding,
+    validate,
+)
 from .accumulate import Accumulator
-from .modes import autocast_code, is_traced
+from .modes import autocast_code, has_values, is_traced
 from .options import (
     OF_DIVERGENCE,
     OPTIONS,
@@ -50,9 +58,7 @@ def _rows(packed, target):
             validate.refuse("valid_bound", expected, repr(bound))
         return None
     if target.is_cpu and (bound is None or bound == "count"):
-        # A traced or fake target has no values to count.
-        counts = type(target) is torch.Tensor and not torch_private.count_of_dispatch_modes()
-        return calls.COUNTED if counts and not is_compiling() else None
+        return calls.COUNTED if has_values(target) else None
     if bound is None:
         return None
     if bound == "count":
@@ -186,7 +192,7 @@ def linear_cross_entropy_of(
     if teacher and (packed.reduction == "none" or options.get("save") == "stats"):
         gradients = NO_GRADIENTS  # the backward makes them
     memory, traced = packed.memory(input.device), is_traced()
-    # A divergence adds what its forward has made, if anything.
+    # The backward of a divergence adds in Python, what its forward has made (_scale_saved).
     accumulates = accumulator is not None and not teacher
     allow_tf32 = input.is_cuda and input.dtype is torch.float32 and _tf32_is_on()
     # The fields in their order: arguments by name take four times as long.
@@ -215,13 +221,13 @@ def linear_cross_entropy_of(
     outputs = calls.run(call)
     if any(wanted):
         names = _differentiable_outputs(packed, has_class_logits)
-        outputs = autograd.with_graph(call, outputs, leaves, names, True, accumulator)
+        outputs = autograd.with_forward_graph(call, outputs, leaves, names, True, accumulator)
     return results(packed, outputs, target, of_loss, rows)
 
 
 def _differentiable_outputs(packed, has_classes=False):
     """The names of the operator's outputs that a gradient may reach."""
-    count = 2 if packed.differentiable else 1
+    count = 2 if packed.differentiates_stats else 1
     return calls.DIFFERENTIABLE[: 3 if has_classes else count]
 
 
@@ -282,7 +288,11 @@ def _kernel_of(function, names, gives_outputs):
             options["return_entropy"] = "detached"
         if vocab_group is not None:
             options["vocab_parallel"] = Shard.of_operator(vocab_group, vocab_shard or ())
-        outputs = function(*tensors, options)
+        try:
+            outputs = function(*tensors, options)
+        except (TypeError, ValueError) as error:
+            mistakes.add_remedy(error, {**dict(zip(names, tensors, strict=False)), **options})
+            raise
         if isinstance(outputs, torch.Tensor):
             outputs = LinearCrossEntropyOutput(outputs)
         if not gives_outputs:

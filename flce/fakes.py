@@ -64,7 +64,8 @@ def described(operands, options, **sizes):
 
 
 def with_strategy(call):
-    """The options of a calls.ForwardCall, with the strategy in place of "auto"."""
+    """The options of a calls.ForwardCall, with the strategy for its number of rows in place of
+    "auto"."""
     if call.options.choice("save") != "auto":
         return call.options
     description = described(call, call.options)
@@ -173,6 +174,7 @@ def _fake_forward(call):
         check_shape("classes", classes, (*shape, *classes.shape[-1:]))
         check_same_device("classes", classes, "input", call.input)
         logits = classes.new_empty(classes.shape, dtype=dtype)
+    # The options have no "auto" any more, so that the strategy is the same for any number of rows.
     save, gradients = CHOICES["save"][description.save_beyond], calls.Gradients(None, None, None)
     if save in ("logits", "samples"):
         dtype = torch.int32 if description.saved_dtype < 0 else DTYPES[description.saved_dtype]

@@ -2,13 +2,24 @@
 
 import numbers
 import typing
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from typing_extensions import Unpack, overload
+from typing_extensions import Never, Unpack, overload
 
-from . import accumulate, class_losses, composite, operators, packing, sharding, validate
+from . import (
+    accumulate,
+    class_losses,
+    composite,
+    mistakes,
+    operators,
+    overloads,
+    packing,
+    sharding,
+    validate,
+)
 from . import options as table
 from .modes import autocast_code
 from .options import LinearCrossEntropyOutput, show_options
@@ -21,6 +32,8 @@ _IN_SCHEMA = {name for name, option in _SCHEMAS.items() if option.schema}
 # Those that may have a value for each row, and the operators' argument for it.
 _ARGUMENT_OF = {option: argument for argument, option in operators.OPTION_OF.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+OF_LINEAR = ("input", "linear_weight", "target")
+A_BIAS = ("linear_bias", "a bias")  # what a tensor after these is likely meant for
 # What has to be a tensor where it is not None; num_items and gradient_seed may be numbers.
 _OPTIONAL = {"teacher_weight", "teacher_bias"}
 _OPTIONAL |= packing.TENSORS - {"num_items", "gradient_seed"}
@@ -69,9 +82,13 @@ def _call(function, operands, options, caller=None):
         run = _untraced_run(function)
     elif torch.compiler.is_compiling() or validate.function_transforms_are_on():
         return _through_operator(function, operands, options)
-    if caller is None:
-        return run(*operands, options)
-    return run(*operands, options, caller=caller)
+    try:
+        if caller is None:
+            return run(*operands, options)
+        return run(*operands, options, caller=caller)
+    except (TypeError, ValueError) as error:
+        mistakes.add_remedy(error, {**function.named(operands, options), **options})
+        raise
 
 
 def _local(function, operands, options):
@@ -84,7 +101,9 @@ def _local(function, operands, options):
 def _untraced_run(function):
     """`run` of a call that adds to a parameter's gradient, which no graph may do."""
     accumulate.refuse_tracing()
-    # torch.compile would trace it after the graph break at refuse_tracing.
+    # Without fullgraph=True the error of refuse_tracing, which torch.compile meets while it traces,
+    # does not reach the user: torch.compile runs the frames that raise it uncompiled, where
+    # refuse_tracing passes, and would compile `run`, called from there, as a frame of its own.
     return validate.untraced(function.run)
 
 
@@ -166,9 +185,8 @@ def with_torch_options(linear_weight, options):
 def _schema_options(operands, options):
     """The options that torch.ops.flce's operators take, converted to the types of their schemas."""
     in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
-    if (
-        "divergence" in in_schema
-    ):  # a schema takes a tensor for a number, and refuses in other words
+    if "divergence" in in_schema:
+        # Checked here: a schema takes a tensor for a number, and refuses in words of its own.
         packing.split_comparison(in_schema)
     for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):
@@ -220,14 +238,23 @@ def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: table.Target,
-    **options: Unpack[table.LossOptions],
+    **options: Unpack[overloads.LossOptions],
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: table.Target,
-    **options: Unpack[table.OutputOptions],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[overloads.LseOptions],
+) -> overloads.LseOutput: ...
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: table.Target,
+    **options: Unpack[overloads.OutputOptions],
 ) -> LinearCrossEntropyOutput: ...
 @overload
 def linear_cross_entropy(
@@ -235,7 +262,11 @@ def linear_cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput: ...
 @show_options
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: table.Target, **options: Unpack[table.Options]
+    input: Tensor,
+    linear_weight: Tensor,
+    target: table.Target,
+    *others: Never,
+    **options: Unpack[table.Options],
 ) -> Tensor | LinearCrossEntropyOutput:
     """Cross entropy of `input @ linear_weight.T + linear_bias`, without all logits in memory.
 
@@ -337,6 +368,8 @@ def linear_cross_entropy(
     >>> eager = torch.nn.functional.cross_entropy(30 * torch.tanh(x @ W.T / 30), y)
     >>> torch.testing.assert_close(loss, eager)
     """
+    if others:
+        mistakes.refuse_positional("linear_cross_entropy", OF_LINEAR, others, A_BIAS)
     if isinstance(target, tuple) and len(target) == 2:
         target = [validate.local_replica("target", tensor) for tensor in target]
         options = table.completed("linear_cross_entropy", _ALL, with_local_factors(options))
@@ -358,11 +391,19 @@ def with_local_factors(options):
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsLossOptions]
+    logits: Tensor, target: Tensor, **options: Unpack[overloads.LogitsLossOptions]
 ) -> Tensor: ...
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsOutputOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[overloads.LogitsLseOptions],
+) -> overloads.LseOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, **options: Unpack[overloads.LogitsOutputOptions]
 ) -> LinearCrossEntropyOutput: ...
 @overload
 def cross_entropy(
@@ -370,7 +411,7 @@ def cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput: ...
 @show_options
 def cross_entropy(
-    logits: Tensor, target: Tensor, **options: Unpack[table.LogitsOptions]
+    logits: Tensor, target: Tensor, *others: Never, **options: Unpack[table.LogitsOptions]
 ) -> Tensor | LinearCrossEntropyOutput:
     """Cross entropy on logits that the caller holds.
 
@@ -392,6 +433,9 @@ def cross_entropy(
     >>> flce.cross_entropy(torch.zeros(3, 8), torch.tensor([1, -100, 7])).exp()
     tensor(8.)
     """
+    if others:
+        class_weights = "weight", "a factor for each class"
+        mistakes.refuse_positional("cross_entropy", _CROSS_ENTROPY.operands, others, class_weights)
     return _call(_CROSS_ENTROPY, (logits, target), options)
 
 
@@ -400,17 +444,16 @@ def divergence_of(*operands, **options):
     return _call(_LINEAR_DIVERGENCE, operands, options)
 
 
-_OF_LINEAR = ("input", "linear_weight", "target")
 _LINEAR_CROSS_ENTROPY = Function(
     linear_cross_entropy,
-    _OF_LINEAR,
+    OF_LINEAR,
     _ALL,
     composite.linear_cross_entropy_of,
     "linear_cross_entropy",
 )
 _LINEAR_DIVERGENCE = Function(
     divergence_of,
-    (*_OF_LINEAR, "teacher_input"),
+    (*OF_LINEAR, "teacher_input"),
     table.OF_DIVERGENCE | table.OF_TEACHER,
     composite.linear_divergence_of,
     "linear_divergence",

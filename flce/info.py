@@ -5,14 +5,22 @@ import platform
 import torch
 
 import flce
-from flce.operators import inner, run_plain
-from flce.packing import default_memory
 
 
 def lines():
     """Yields the lines of the report."""
     yield f"flce {flce.__version__}"
     yield f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
+    if not flce.installation.COMPILED:
+        yield "no compiled module for this platform: losses by flce.reference"
+        return
+    yield from _compiled()
+
+
+def _compiled():
+    from flce.operators import inner, run_plain
+    from flce.packing import default_memory
+
     variant = run_plain(inner.cpu_variant.default)
     yield f"cpu row passes: {variant}, {torch.get_num_threads()} threads"
     yield f"cpu default max_memory: {default_memory(torch.device('cpu')).max_memory} bytes"

@@ -4,10 +4,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Never, Unpack, overload
 
-from . import class_losses, validate
-from .functional import composed_call, linear_cross_entropy
+from . import class_losses, mistakes, validate
+from .functional import A_BIAS, OF_LINEAR, composed_call, linear_cross_entropy
 from .options import (
     Entropy,
     LogprobsAtOptions,
@@ -28,7 +28,7 @@ def linear_logprobs_at(
     input: Tensor,
     linear_weight: Tensor,
     ids: Tensor,
-    *,
+    *others: Never,
     tail: bool = False,
     **options: Unpack[LogprobsAtOptions],
 ) -> Tensor:
@@ -57,6 +57,9 @@ def linear_logprobs_at(
     >>> flce.linear_logprobs_at(x, W, ids, tail=True).exp()
     tensor([[0.0625, 0.0625, 1.0000, 0.8750]])
     """
+    if others:
+        operands = "input", "linear_weight", "ids"
+        mistakes.refuse_positional("linear_logprobs_at", operands, others, A_BIAS)
     check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
     ids = validate.local_replica("ids", ids)
     return class_losses.logprobs_at(composed_call, input, linear_weight, ids, options, tail)
@@ -111,7 +114,7 @@ def linear_logprobs(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
-    *,
+    *others: Never,
     entropy: Entropy | None = "differentiable",
     return_topk: int = 0,
     tail: bool = False,
@@ -143,6 +146,8 @@ def linear_logprobs(
     >>> logprobs.exp(), entropy.exp()
     (tensor([0.0625, 0.0625]), tensor([16., 16.]))
     """
+    if others:
+        mistakes.refuse_positional("linear_logprobs", OF_LINEAR, others, A_BIAS)
     check_names("linear_logprobs", _OF_LOGPROBS, options)
     check_logprobs(target, entropy)
     if tail and not return_topk:
@@ -154,9 +159,11 @@ def check_logprobs(target, entropy):
     """What linear_logprobs and linear_loss refuse, and linear_cross_entropy does not."""
     if isinstance(target, torch.Tensor) and target.is_floating_point():
         expected = "class indices of dtype torch.int64 or torch.int32"
-        validate.refuse("target", expected, target.dtype, TypeError)
+        got = f"{target.dtype}; pass target.long() if these are labels"
+        validate.refuse("target", expected, got, TypeError)
     if entropy not in tuple(ENTROPIES):
-        validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))
+        got = f"{entropy!r}{mistakes.our_value(entropy, ENTROPIES)}"
+        validate.refuse("entropy", f"one of {tuple(ENTROPIES)}", got)
 
 
 def logprobs_of(

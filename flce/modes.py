@@ -22,3 +22,10 @@ def autocast_code(device):
     enabled = torch_private.is_any_autocast_enabled()  # faster than the question for one device
     dtype = autocast_dtype(device.type) if enabled else None
     return -1 if dtype is None else DTYPES.index(dtype)
+
+
+def has_values(target):
+    """Whether it can be read without waiting: on the CPU, and neither traced nor fake."""
+    is_plain = target.is_cpu and type(target) is torch.Tensor
+    is_in_mode = torch_private.count_of_dispatch_modes() or torch.compiler.is_compiling()
+    return is_plain and not is_in_mode

@@ -1,6 +1,7 @@
 """The Modules: a linear layer with its loss, and a replacement for a model's nn.Linear."""
 
 import typing
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +14,15 @@ from .options import (
     Attribute,
     Gradient,
     LinearCrossEntropyOutput,
-    LossOptions,
     ModuleOptions,
     Options,
-    OutputOptions,
     Reduction,
     Save,
     Target,
     completed,
     defaults,
 )
+from .overloads import LossOptions, LseOptions, LseOutput, OutputOptions
 from .packing import all_classes
 from .torch_private import WeightedLoss
 
@@ -100,6 +100,15 @@ class _CallOfLoss(typing.Protocol):
     def __call__(self, input: Tensor, target: Target, **options: Unpack[LossOptions]) -> Tensor: ...
     @overload
     def __call__(
+        self,
+        input: Tensor,
+        target: Target,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[LseOptions],
+    ) -> LseOutput: ...
+    @overload
+    def __call__(
         self, input: Tensor, target: Target, **options: Unpack[OutputOptions]
     ) -> LinearCrossEntropyOutput: ...
     @overload
@@ -116,7 +125,18 @@ class _CallOfHead(typing.Protocol):
         self, input: Tensor, labels: None = None, **options: Unpack[Options]
     ) -> Tensor: ...
     @overload
-    def __call__(self, input: Tensor, labels: Target, **options: Unpack[LossOptions]) -> Tensor: ...
+    def __call__(
+        self, input: Tensor, labels: Target | None, **options: Unpack[LossOptions]
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        input: Tensor,
+        labels: Target,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[LseOptions],
+    ) -> LseOutput: ...
     @overload
     def __call__(
         self, input: Tensor, labels: Target, **options: Unpack[OutputOptions]
@@ -139,8 +159,13 @@ class LinearCrossEntropyLoss(_Settings, WeightedLoss):  # type: ignore[misc]
             tensors or belong to one call. Each becomes an attribute. As every buffer `weight` loses
             its values in to_empty(): on the meta device it is refused, and set afterwards.
 
-    Shape: input (..., H), target (...), output () or (...) for reduction="none". `linear` is an
-    nn.Linear(H, V).
+    Shape: input (..., H) of the parameters' dtype, target (...) int64 or int32 or as in
+    `linear_cross_entropy`; output () or (...) for reduction="none", float64 for float64 parameters,
+    else float32. `linear` is an nn.Linear(H, V).
+
+    Raises:
+        TypeError, ValueError: when it is made, an option of a wrong name, type or value, by name;
+            when it is called, as `linear_cross_entropy`.
 
     >>> criterion = flce.LinearCrossEntropyLoss(8, 16, label_smoothing=0.1)
     >>> criterion(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)).shape
@@ -196,8 +221,13 @@ class LinearCrossEntropyHead(_Settings, nn.Linear):
             values in to_empty(): on the meta device it is refused, and set afterwards.
         **options: as for LinearCrossEntropyLoss, except `weight`.
 
-    Shape: input (..., H), labels (...) int64; output () or (...) for reduction="none", or logits
-    (..., V).
+    Shape: input (..., H) of the weight's dtype, labels (...) int64 or int32 or as in
+    `linear_cross_entropy`, or None; output () or (...) for reduction="none", float64 for float64
+    parameters, else float32; without labels the logits (..., V), of input's dtype.
+
+    Raises:
+        TypeError, ValueError: when it is made, an option of a wrong name, type or value, by name;
+            when it is called, as `linear_cross_entropy`.
 
     >>> head, hidden = flce.LinearCrossEntropyHead(8, 16), torch.randn(2, 3, 8)
     >>> head(hidden, torch.zeros(2, 3, dtype=torch.int64)).shape, head(hidden).shape

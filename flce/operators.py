@@ -79,7 +79,9 @@ def _refuse_operands(op, args, error):
             check_tensor(name, value)
             if isinstance(error, (NotImplementedError, TypeError)):
                 expected = f"{name}: expected a plain tensor, as dequantize() makes it, got"
-                raise TypeError(f"{expected} {type(value).__name__}, which has no {op}") from error
+                is_plain = type(value) in _PLAIN
+                got = f"a tensor of {value.dtype}" if is_plain else type(value).__name__
+                raise TypeError(f"{expected} {got}, which has no {op}") from error
 
 
 def _is_dense(tensor):

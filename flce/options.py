@@ -13,6 +13,8 @@ from typing import Annotated, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from . import mistakes
+
 if typing.TYPE_CHECKING:
     from .distributed import VocabParallel
 
@@ -264,61 +266,6 @@ class ReferenceLogprobsOptions(_OfSequences):
     """Of flce.reference.linear_logprobs."""
 
 
-# ---- for the overloads that type checkers see: no output asked for, or only what is asked for ----
-
-
-class _NoReturns(TypedDict, total=False):
-    return_lse: Literal[False]
-    return_entropy: Literal[False]
-    return_accuracy: Literal[False]
-    return_predictions: Literal[False]
-    return_z_loss: Literal[False]
-    return_tail_lse: Literal[False]
-
-
-class _Asked(TypedDict, total=False):
-    return_lse: Literal[True]
-    return_entropy: Literal[True, "detached"]
-    return_accuracy: Literal[True]
-    return_predictions: Literal[True]
-    return_z_loss: Literal[True]
-    return_tail_lse: Literal[True]
-
-
-class _NoOutputs(_NoReturns, total=False):
-    classes: None
-    topk: Literal[0]
-
-
-class _AskedOutputs(_Asked, total=False):
-    classes: Tensor
-    topk: int
-
-
-class LossOptions(_OfLoss, _NoOutputs): ...
-
-
-class OutputOptions(_OfLoss, _AskedOutputs): ...
-
-
-class LogitsLossOptions(_OfLogits, _NoReturns): ...
-
-
-class LogitsOutputOptions(_OfLogits, _Asked): ...
-
-
-class ReferenceLossOptions(_OfReference, _NoOutputs): ...
-
-
-class ReferenceOutputOptions(_OfReference, _AskedOutputs): ...
-
-
-class ReferenceLogitsLossOptions(_OfLogits, _NoOutputs): ...
-
-
-class ReferenceLogitsOutputOptions(_OfLogits, _AskedOutputs): ...
-
-
 # ---- outputs ----
 
 
@@ -440,7 +387,9 @@ def completed(function, defaults, options):
 def check_names(function, known, options):
     for name in options:
         if name not in known:
+            ours = mistakes.our_name(name, known)
             expected = f"expected some of {', '.join(known)}"
+            expected = f"use {ours}; {expected}" if ours else expected
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {expected}")
 
 
@@ -452,6 +401,8 @@ def show_options(function: _Function) -> _Function:
     Unpack of their TypedDict, by name with types and defaults."""
     signature = inspect.signature(function)
     *parameters, others = signature.parameters.values()
+    variadic = inspect.Parameter.VAR_POSITIONAL  # it takes what is refused by a better message
+    parameters = [parameter for parameter in parameters if parameter.kind is not variadic]
     (options,) = typing.get_args(others.annotation)
     by_name = inspect.Parameter.KEYWORD_ONLY
     for name, annotated in types_of(options).items():

@@ -6,7 +6,7 @@ import math
 import torch
 
 from . import calls, fakes, operators, reference, torch_private, validate
-from .modes import is_traced
+from .modes import has_values, is_traced
 from .options import LinearCrossEntropyOutput
 
 
@@ -109,8 +109,9 @@ def results(packed, outputs, target, of_loss, rows):
     packed: packing.Packed; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
     composite.LossTensors; rows: as in calls.CallOptions.
     """
+    _warn_if_none_counts(packed, target, of_loss.num_items, outputs.loss)
     has_classes = outputs.class_logits is not None
-    if not packed.outputs and not has_classes:
+    if not packed.wants_outputs and not has_classes:
         return outputs.loss
     wanted, values = packed.wanted, _row_values(packed, outputs, target)
     if wanted.accuracy or wanted.z_loss:
@@ -119,6 +120,19 @@ def results(packed, outputs, target, of_loss, rows):
         tail_lse = values.get("tail_lse")
         values |= _class_values(packed, outputs, of_loss.temperature, target, tail_lse)
     return LinearCrossEntropyOutput(outputs.loss, **values)
+
+
+def _warn_if_none_counts(packed, target, num_items, loss):
+    """A warning if a mean is over no row, as all labels are ignored. The count of the rows that is
+    num_items may be 0 on purpose."""
+    if packed.reduction != "mean" or num_items is not None or not has_values(target) or loss:
+        return
+    is_index = target.numel() > 0 and not target.is_floating_point()
+    if is_index and validate.is_equal(target, packed.ignore_index).all():
+        validate.warn_once(
+            f"flce: every label is ignore_index, {packed.ignore_index}: the loss is 0, without "
+            "gradients; check the labels and ignore_index (shown once)"
+        )
 
 
 def _row_means(packed, outputs, target, of_loss, rows):

@@ -12,7 +12,7 @@ import typing
 
 import torch
 
-from . import operators, validate
+from . import mistakes, operators, validate
 from ._C import getenv
 from .options import (
     CHOICES,
@@ -36,6 +36,7 @@ _ATTRIBUTES = typing.get_args(Attribute)
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+_SUFFIXES = "B, KB, MB, GB, TB of 1000, KiB, MiB, GiB, TiB of 1024, in any letter case"
 
 
 def parse_bytes(value, name="max_memory"):
@@ -43,7 +44,7 @@ def parse_bytes(value, name="max_memory"):
 
     Raises TypeError for other types and ValueError for less than one byte, NaN or infinity.
     """
-    expected = 'a positive number of bytes or text such as "512MiB"'
+    expected = f'a positive number of bytes or text such as "512MiB" ({_SUFFIXES})'
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
         refuse(name, expected, type(value).__name__, TypeError)
     size = value
@@ -58,7 +59,8 @@ def parse_bytes(value, name="max_memory"):
 
 @functools.cache
 def share_of_memory(device):
-    """1/8 of the device's memory, in bytes; text is a GPU that need not be there."""
+    """1/8 of the device's memory, in bytes. device: a torch.device, or as text a GPU to plan for
+    without its hardware (flce.plan)."""
     if isinstance(device, str):
         _, _, memory, _, _ = operators.run_plain(torch.ops.flce.find_gpu.default, device)
         memory = int(memory)
@@ -115,8 +117,9 @@ class CallSettings(typing.NamedTuple):
 
     gradients: those that the operator makes. autocast: the index in DTYPES of the dtype to which it
     casts, or -1. frozen_hidden: columns of the weight without a gradient, with an adapter.
-    accumulates: whether the weight's gradient is added to an attribute of it. class_gradient:
-    whether logits of classes are outputs. divergence: one of flce_divergence of csrc/problem.h.
+    accumulates: whether the weight's gradient is added to an attribute of it. traced: whether a
+    graph is traced. class_gradient: whether logits of classes are outputs, whose gradient may
+    follow. divergence: one of flce_divergence of csrc/problem.h.
     """
 
     memory: Memory = Memory()
@@ -194,7 +197,7 @@ _PACKED = {k: v for k, v in defaults().items() if k not in TENSORS | {"options"}
 def _choice(name, value):
     choices = typing.get_args(Save) if name == "save" else CHOICES[name]
     if value not in choices:
-        refuse(name, f"one of {choices}", repr(value))
+        refuse(name, f"one of {choices}", f"{value!r}{mistakes.our_value(value, choices)}")
     return CHOICES[name].index(value)
 
 
@@ -244,15 +247,19 @@ def all_classes(vocab_parallel, rows):
 
 
 class Packed:
-    """The options of a call that are no tensors, checked and packed; cached by their values."""
+    """The options of a call that are no tensors, checked and packed; cached by their values.
+
+    wants_outputs: whether a flag of `wanted` asks for more than the loss. differentiates_stats:
+    whether such an output is computed from stats and may have a gradient.
+    """
 
     def __init__(self, options):
         self.detaches_entropy = options["return_entropy"] == "detached"
         options = {**options, "return_entropy": self.detaches_entropy or options["return_entropy"]}
         wanted = self.wanted = Wanted(*(check_flag(name, options[name]) for name in RETURNS))
-        self.outputs = any(wanted)
+        self.wants_outputs = any(wanted)
         entropy_gradient = wanted.entropy and not self.detaches_entropy
-        self.differentiable = wanted.lse or entropy_gradient or wanted.tail_lse
+        self.differentiates_stats = wanted.lse or entropy_gradient or wanted.tail_lse
         self.reduction, self.gradient = options["reduction"], options["gradient"]
         self.z_loss = options["z_loss"]
         self.ignore_index = ignore_index_of(options["ignore_index"])
@@ -260,7 +267,8 @@ class Packed:
         self.topk = check_integer("topk", options["topk"])
         self.accumulate_into = options["accumulate_into"]
         if self.accumulate_into not in (None, *_ATTRIBUTES):
-            refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", repr(self.accumulate_into))
+            got = f"{self.accumulate_into!r}{mistakes.our_value(self.accumulate_into, _ATTRIBUTES)}"
+            refuse("accumulate_into", f"one of {_ATTRIBUTES} or None", got)
         self.valid_vocab, self.valid_bound = options["valid_vocab"], options["valid_bound"]
         if self.valid_vocab is not None:
             check_integer("valid_vocab", self.valid_vocab)
@@ -383,7 +391,8 @@ def split_comparison(options):
 def divergence_code(divergence):
     """The flce_divergence of that name."""
     if divergence not in DIVERGENCES:
-        refuse("divergence", f"one of {DIVERGENCES}", repr(divergence))
+        got = f"{divergence!r}{mistakes.our_value(divergence, DIVERGENCES)}"
+        refuse("divergence", f"one of {DIVERGENCES}", got)
     return 1 + DIVERGENCES.index(divergence)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import Unpack
 
-from . import calls, packing, validate
+from . import calls, packing, plan_words, validate
 from . import options as table
 
 
@@ -22,7 +22,8 @@ class Collective(typing.NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan for one problem, as csrc/core/plan.c makes it; str() formats it as a table.
+    """The plan for one problem, as csrc/core/plan.c makes it. str() is a summary in words and MiB;
+    `text` is the whole of it by its fields' names, `as_dict()` the fields, for programs.
 
     Sizes are bytes in addition to the inputs; `buffers` maps a buffer's name to its size. Peaks
     count what is alive at the same time: `forward_peak_bytes` the outputs and the workspace of the
@@ -30,7 +31,8 @@ class Plan:
     workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs in
     addition the bytes and GEMMs of the backward in a plan with save="stats".
     `block_rows`, `block_classes`: the blocks by which gradients are made under a small max_memory;
-    0 without.
+    0 without. `dx_first`: dX is made before them, in the memory of the weight's gradient, as are
+    the logits of the first `whole_classes` classes, over all rows.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
@@ -54,6 +56,8 @@ class Plan:
     backward_chunks: int
     block_rows: int
     block_classes: int
+    dx_first: bool
+    whole_classes: int
     forward_gemms: int
     backward_gemms: int
     forward_peak_bytes: int
@@ -66,7 +70,13 @@ class Plan:
     collectives: dict[str, Collective] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.text
+        return plan_words.summary(self)
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields by name, sizes in bytes, as JSON can hold them."""
+        fields = {name: value for name, value in vars(self).items() if name != "text"}
+        collectives = {name: one._asdict() for name, one in self.collectives.items()}
+        return {**fields, "buffers": dict(self.buffers), "collectives": collectives}
 
 
 _OPTIONS = table.defaults(table.PlanOptions)
@@ -150,15 +160,16 @@ def plan(
     packed, _ = packing.split(options)
     memory = packed.memory(gpu or device)
     added, attribute = -1, grad_weight and packed.accumulate_into
-    if attribute and ("classes" in teacher or not teacher):  # float64 comes before float32
+    if attribute and ("classes" in teacher or not teacher):
         added = codes["weight_dtype"]
+        # min: float64 has a smaller index than float32, 16-bit dtypes have larger ones.
         added = added if attribute == "grad" else min(added, table.DTYPES.index(torch.float32))
     sizes = {"tokens": tokens, "hidden": hidden, "weight_rows": -(-vocab // ranks)}
     sizes["rows"] = tokens if valid_bound is None else min(valid_bound, tokens)
     sizes |= {"on_cpu": not gpu and device.type == "cpu", "probabilities": bool(probabilities)}
     sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
-    # The GEMMs' dtype is that of autocast whether or not it is on.
+    # `dtype` is passed as autocast's: by it the core takes the GEMMs' dtype from there.
     settings = packing.CallSettings(
         memory=memory,
         gradients=packing.WantedGradients(grad_input, grad_weight, bias),
@@ -174,8 +185,9 @@ def plan(
 
 
 def _device_of(device):
-    """(the torch.device, or the argument itself; a GPU that need not be there, as text, "" for a
-    device that is; the device's index)"""
+    """(device, gpu, index). Of a device that is present: the torch.device, "", its index. Else: the
+    argument itself, the name or the numbers of a GPU to plan for without its hardware, as text,
+    and an index without a meaning."""
     gpu = ",".join(map(str, device)) if isinstance(device, tuple) else str(device)
     kind, _, index = gpu.partition(":")
     index = int(index) if index.isdecimal() else 0

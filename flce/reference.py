@@ -21,14 +21,16 @@ from typing_extensions import Unpack, overload
 from .options import (
     RETURNS,
     LinearCrossEntropyOutput,
-    ReferenceLogitsLossOptions,
     ReferenceLogitsOptions,
-    ReferenceLogitsOutputOptions,
     ReferenceLogprobsOptions,
-    ReferenceLossOptions,
     ReferenceOptions,
-    ReferenceOutputOptions,
     show_options,
+)
+from .overloads import (
+    ReferenceLogitsLossOptions,
+    ReferenceLogitsOutputOptions,
+    ReferenceLossOptions,
+    ReferenceOutputOptions,
 )
 
 _IGNORED_OPTIONS = ("options", "valid_bound", "accum_dtype", "logits_dtype", "save", "max_memory")
@@ -122,7 +124,8 @@ def cross_entropy(
     topk=0,
     **of_logits,
 ):
-    """`F.cross_entropy` of logits (..., V), classes last, with the same differences.
+    """`F.cross_entropy` of logits (..., V), classes last, with the two differences that
+    `linear_cross_entropy` has: an ignored row reaches no gradient, a mean over no rows is 0.
 
     of_logits: the options of `final_logits`, and return_lse and the like.
     """

@@ -311,8 +311,8 @@ def is_faking():
 
 
 def run_uncompiled(function):
-    """torch.compile does not compile a call of the function by itself, nor what that calls, but
-    traces it as a part of its caller."""
+    """Where uncompiled code calls the function, as after a break of the graph, torch.compile
+    compiles neither it nor what it calls. Where a caller is traced, the function is too."""
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)

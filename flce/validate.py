@@ -1,13 +1,17 @@
 """Refusals, and the checks of what C does not see: types of values, autograd, transforms."""
 
+import functools
+import inspect
 import math
 import numbers
+import os
 import sys
+import warnings
 
 import torch
 from torch.compiler import is_compiling
 
-from . import torch_private
+from . import mistakes, torch_private
 from ._C import getenv
 
 
@@ -52,12 +56,37 @@ def check_number(name, value, expected="a number"):
         return math.inf if value > 0 else -math.inf
 
 
+# ---- warnings ----
+
+# Folders whose lines are not the user's: flce's own, which need not be in site-packages, and these.
+_NOT_OF_USERS = (os.path.dirname(__file__) + os.sep,)
+_NOT_OF_USERS += (os.path.dirname(os.path.dirname(torch.__file__)) + os.sep,)
+
+
+def warn(text):
+    """A UserWarning at the innermost line outside of flce and of installed packages, if any."""
+    frame = innermost = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
+        frame = frame.f_back
+    frame = frame or innermost
+    space = frame.f_globals
+    place = frame.f_code.co_filename, frame.f_lineno, space.get("__name__")
+    registry = space.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, *place, registry=registry)
+
+
+@functools.cache
+def warn_once(text):
+    """As warn, once in a process."""
+    warn(text)
+
+
 # ---- tensors ----
 
 
 def check_tensor(name, tensor):
     if not isinstance(tensor, torch.Tensor):
-        refuse(name, "a tensor", type(tensor).__name__, TypeError)
+        refuse(name, "a tensor", mistakes.kind_of(tensor), TypeError)
     if tensor.layout is not torch.strided or tensor.is_nested:
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         refuse(name, "a dense tensor", got, TypeError)

@@ -1,14 +1,14 @@
 """Checks a wheel: `python tests/check_wheel.py dist/flce-*.whl`; `make wheel` runs it.
 
-Its tag, its size, the libraries and versions of symbols that it needs, that all it takes of torch
-is the stable ABI of torch 2.10 (stable_abi_2_10.txt), the names that it exports, the GPUs that it
-was compiled for; and what auditwheel and abi3audit say. Exit status 1 if a check fails.
+Its tag, its size, the machine of its libraries, which may be another than this one, the libraries
+and versions of symbols that it needs, that all it takes of torch is the stable ABI of torch 2.10
+(stable_abi_2_10.txt), the names that it exports, the GPUs that it was compiled for; and what
+auditwheel and abi3audit say. Exit status 1 if a check fails.
 
 `python tests/check_wheel.py --list TORCH` writes stable_abi_2_10.txt from the folder of an
 installed torch 2.10.0: the names that its C headers declare and its libraries define.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -19,13 +19,21 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import cuda_library  # noqa: E402
+
 STABLE_ABI = Path(__file__).with_name("stable_abi_2_10.txt")
-TAG = "cp310-abi3-manylinux_2_28_x86_64"
+TAG = "cp310-abi3-manylinux_2_28_"  # and the machine
+# Of each machine: its name in the header of an ELF file, and its loader.
+MACHINES = {
+    "x86_64": ("Advanced Micro Devices X86-64", "ld-linux-x86-64.so.2"),
+    "aarch64": ("AArch64", "ld-linux-aarch64.so.1"),
+}
 MOST_BYTES = 100_000_000
 # manylinux_2_28: glibc 2.28 and the libraries of gcc 8.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
-SYSTEM |= {"libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
+SYSTEM |= {"libstdc++.so.6", "libgcc_s.so.1"}
 TORCH = {"libtorch_cpu.so", "libc10.so"}  # those that torch has loaded
 CUDA_EXPORTS = ("backend", "describe", "headers", "peers_begin", "peers_wait")
 EXPORTS = {
@@ -63,10 +71,17 @@ def faults_of_names(library):
         yield f"{name} is {'exported' if name in exported else 'not exported'}"
 
 
-def faults_of_versions(library):
+def faults_of_machine(library, machine):
+    header = run("readelf", "-W", "-h", str(library))
+    found = re.search(r"^ *Machine: +(.+)$", header, re.MULTILINE)[1]
+    if found != MACHINES[machine][0]:
+        yield f"is for {found}"
+
+
+def faults_of_versions(library, machine):
     """What it needs that manylinux_2_28 does not have."""
     dynamic = run("readelf", "-W", "-d", str(library))
-    allowed = SYSTEM | (TORCH if library.name.startswith("_C.") else set())
+    allowed = SYSTEM | {MACHINES[machine][1]} | (TORCH if library.name.startswith("_C.") else set())
     for name in re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic):
         if name not in allowed:
             yield f"needs the library {name}"
@@ -79,26 +94,23 @@ def faults_of_versions(library):
 
 
 def faults_of_gpus(library):
-    """Of the GPUs that it was compiled for; prints its description."""
-    sys.path.insert(0, str(ROOT))
+    """Of the GPUs that it was compiled for; prints what built it."""
     import setup
 
-    describe = ctypes.CDLL(str(library)).flce_cuda_describe
-    describe.restype = ctypes.c_char_p
-    text = describe().decode().splitlines()[0]
-    print(f"wheel: {text}")
+    nvcc, found = cuda_library.built(library)
+    print(f"wheel: nvcc {nvcc}, GPUs of {' '.join(found)}")
     asked = os.environ.get("FLCE_CUDA_ARCHS", "").replace(",", " ").split() or setup.CUDA_ARCHS
-    if (found := re.findall(r" sm_(\d+)", text)) != asked:
+    if found != asked:
         yield f"was compiled for {found}, not for {asked}"
 
 
-def faults_of_audits(wheel):
+def faults_of_audits(wheel, machine):
     """auditwheel cannot leave out torch's libraries: its tag is by the versions of symbols."""
     report = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)))
     print(f"wheel: auditwheel: {report['sym_tag']}, besides {sorted(report['external_libs'])}")
     if set(report["external_libs"]) - TORCH:
         yield f"auditwheel: needs {sorted(report['external_libs'])}"
-    glibc = re.fullmatch(r"manylinux_2_(\d+)_x86_64", report["sym_tag"])
+    glibc = re.fullmatch(rf"manylinux_2_(\d+)_{machine}", report["sym_tag"])
     if not glibc or int(glibc[1]) > NEWEST["GLIBC"][1]:
         yield f"auditwheel: {report['sym_tag']}"
     command = [sys.executable, "-m", "abi3audit", "-S", "-s", str(wheel)]
@@ -109,8 +121,10 @@ def faults_of_audits(wheel):
 
 
 def faults_of(wheel):
-    if not wheel.name.endswith(f"-{TAG}.whl"):
-        yield f"{wheel.name} is not tagged {TAG}"
+    machine = next((one for one in MACHINES if wheel.name.endswith(f"-{TAG}{one}.whl")), None)
+    if not machine:
+        yield f"{wheel.name} is not tagged {TAG} and one of {', '.join(MACHINES)}"
+        return
     if (size := wheel.stat().st_size) >= MOST_BYTES:
         yield f"{size} bytes, at most {MOST_BYTES} are allowed"
     with tempfile.TemporaryDirectory() as folder:
@@ -120,12 +134,16 @@ def faults_of(wheel):
             yield f"has {[library.name for library in libraries]}, not {sorted(EXPORTS)}"
             return
         for library in libraries:
-            for fault in (*faults_of_names(library), *faults_of_versions(library)):
-                yield f"{library.name} {fault}"
+            for faults in (
+                faults_of_machine(library, machine),
+                faults_of_names(library),
+                faults_of_versions(library, machine),
+            ):
+                yield from (f"{library.name} {fault}" for fault in faults)
             needs = {version for *_, version in symbols(library) if version}
             print(f"wheel: {library.name}, {library.stat().st_size} bytes, needs", *sorted(needs))
         yield from faults_of_gpus(libraries[1])
-    yield from faults_of_audits(wheel)
+    yield from faults_of_audits(wheel, machine)
 
 
 def stable_abi(torch):

@@ -7,7 +7,6 @@ variants are left out with FLCE_CUDA=0. FLCE_GLIBC: the oldest glibc it is for, 
 """
 
 import ast
-import ctypes
 import hashlib
 import json
 import os
@@ -18,9 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cuda_library
+
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = 1  # of the kernel; raised with a change that breaks its callers
-SYSTEM = f"{platform.machine()}-linux"
+SYSTEM = f"{os.environ.get('FLCE_MACHINE') or platform.machine()}-linux"
 # The hub takes a variant for CUDA x.y where torch is built with x.z, z >= y: the first that any
 # torch >= 2.10 is built with.
 CUDA = ("cu126", "cu130")
@@ -67,10 +68,7 @@ def compile_libraries(folder, operators):
 
 def capabilities(library):
     """The compute capabilities that the CUDA library was compiled for, as the hub writes them."""
-    describe = ctypes.CDLL(str(library)).flce_cuda_describe
-    describe.restype = ctypes.c_char_p
-    built = describe().decode().splitlines()[0]
-    found = [f"{one[:-1]}.{one[-1]}" for one in re.findall(r" sm_(\d+)", built)]
+    found = [f"{one[:-1]}.{one[-1]}" for one in cuda_library.built(library).architectures]
     return found if os.environ.get("FLCE_CUDA_ARCHS") else [*found, f"{found[-1]}+PTX"]
 
 

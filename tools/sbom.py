@@ -1,11 +1,10 @@
 """Writes the software bill of materials of a wheel, CycloneDX 1.6: `python tools/sbom.py WHEEL`.
 
-Beside the wheel, as NAME-VERSION.cdx.json: the wheel with its digest, the CUDA runtime that is
+Beside the wheel, as WHEEL.cdx.json: the wheel with its digest, the CUDA runtime that is
 linked into it, and what it requires. The version of the CUDA runtime is that of the nvcc whose
 library names it.
 """
 
-import ctypes
 import hashlib
 import json
 import re
@@ -16,14 +15,13 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
+import cuda_library
+
 
 def cuda_release(archive):
     """The release of nvcc that built the wheel's CUDA library, such as 12.9."""
     with tempfile.TemporaryDirectory() as folder:
-        path = archive.extract("flce/libflce_cuda.so", folder)
-        describe = ctypes.CDLL(path).flce_cuda_describe
-        describe.restype = ctypes.c_char_p
-        return re.search(r"nvcc ([\d.]+)", describe().decode())[1]
+        return cuda_library.built(archive.extract("flce/libflce_cuda.so", folder)).nvcc
 
 
 def bill(wheel):
@@ -59,7 +57,7 @@ def bill(wheel):
 
 
 def main(wheel):
-    out = wheel.with_name("-".join(wheel.name.split("-")[:2]) + ".cdx.json")
+    out = wheel.with_suffix(".cdx.json")
     out.write_text(json.dumps(bill(wheel), indent=2) + "\n")
     print(f"sbom: {out}")
 

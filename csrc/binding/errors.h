@@ -67,6 +67,14 @@ inline std::string dtype_text(ScalarType type) {
       {ScalarType::ComplexDouble, "complex128"},
       {ScalarType::ComplexFloat, "complex64"},
       {ScalarType::ComplexHalf, "complex32"},
+      {ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
+      {ScalarType::Float8_e5m2, "float8_e5m2"},
+      {ScalarType::Float8_e4m3fnuz, "float8_e4m3fnuz"},
+      {ScalarType::Float8_e5m2fnuz, "float8_e5m2fnuz"},
+      {ScalarType::Float8_e8m0fnu, "float8_e8m0fnu"},
+      {ScalarType::UInt16, "uint16"},
+      {ScalarType::UInt32, "uint32"},
+      {ScalarType::UInt64, "uint64"},
   };
   for (const auto& one : kNames)
     if (one.type == type) return std::string("torch.") + one.name;

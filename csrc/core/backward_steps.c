@@ -76,7 +76,7 @@ static flce_status fused_exp(const execution* e, const chunk* c) {
   rows.wants_entropy = false;
   rows.predictions = NULL;
   flce_count_gemm();
-  CALL(e, fused_exp, &gemm, &rows, buffer_ptr(e, FLCE_BUF_FUSED));
+  CALL(e, fused_exp, &gemm, &rows, c->fused_scratch);
   return FLCE_OK;
 }
 

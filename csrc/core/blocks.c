@@ -1,21 +1,25 @@
-/* Whether gradients are made by blocks of rows and classes, and the shape of a block. Pure
- * functions, part of the plan.
+/* Whether gradients are made by blocks of rows and classes, whether dX is made first, and the shape
+ * of a block. Pure functions, part of the plan.
  *
  * A loop over chunks of all classes reads and writes dW once for each chunk, which is most of its
  * time where max_memory holds few rows. A loop over blocks computes the logits once more, after a
- * pass for the statistics, and reads and writes dW once for many more rows. The unit of time is
+ * pass for the statistics, and reads and writes dW once for many more rows. With dX first
+ * (dw_memory.h) that pass makes dX, too, and most of dW is written once. The unit of time is
  * that of chunks.c. The constants were fitted to the block shapes of six heads on an H100
  * (benchmarks/NOTES.md, 2026-11-27, blocks). */
 #include "core/blocks.h"
 
+#include "core/dw_memory.h"
 #include "core/plan_rules.h"
 
 #include <math.h>
 
 enum {
-  CLUSTER_ROWS = 256, /* of fused_exp */
-  /* Below so many bytes max_memory bounds the logits of a block alone; and so many the logits of a
-   * block with the fewest rows may have, within max_memory. */
+  CLUSTER_ROWS = 256, /* Hopper's, as kFusedTile: FLCE_SM90 of architectures.h */
+  /* LEAST_BYTES: below it max_memory bounds a block's logits alone, not its rows of dX and x.
+   * LEAST_LOGITS_BYTES: what a block with the fewest rows may have of logits in addition to these
+   * rows, within max_memory. With dX first (choose_dx_first) both are half: its blocks make no
+   * dX. */
   LEAST_BYTES = 32 << 20,
   LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
@@ -40,11 +44,15 @@ typedef struct block_loop {
   const flce_problem* problem;
   const flce_facts* facts;
   const flce_plan* plan;
+  int64_t classes;        /* of all blocks */
+  bool makes_dx;          /* the blocks make dX, too */
   bool modelled;          /* see flce_is_modelled */
   bool fuses;             /* E of a block comes from fused_exp */
   flce_dtype accum_dtype; /* of the sum of dW over chunks of rows */
   int64_t fewest_rows;    /* of a block; see choose_dw_sum */
-  /* Of a row but for its logits: dX in the stat dtype, copies of x, the scratch of fused_exp. */
+  int64_t least_bytes, least_logits_bytes;
+  /* Of a row but for its logits and the small scratch of fused_exp: dX in the stat dtype, copies of
+   * x. */
   int64_t row_bytes;
   int64_t z_size; /* bytes of a logit */
 } block_loop;
@@ -52,6 +60,7 @@ typedef struct block_loop {
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                           const flce_plan* plan) {
   int64_t size = flce_size_of(plan->dtype), stat = flce_size_of(flce_stat_dtype(plan->dtype));
+  /* Not copies_logits_input: `plan` is that of chunks, and blocks skip no rows (choose_rows). */
   bool copies = problem->shape.rows < problem->shape.tokens || plan->input_pitch != plan->hidden;
   int64_t row_bytes = 0;
   if (problem->wants.grad_input) row_bytes += plan->hidden * stat;
@@ -59,15 +68,18 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
     row_bytes += plan->hidden * size;
   if (copies) row_bytes += plan->input_pitch * size;
   bool fuses = may_fuse_blocks(facts, plan);
-  if (fuses) row_bytes += facts->fused_row_bytes;
   bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype && !fuses;
   return (block_loop){.problem = problem,
                       .facts = facts,
                       .plan = plan,
+                      .classes = problem->shape.vocab,
+                      .makes_dx = problem->wants.grad_input,
                       .fuses = fuses,
                       .modelled = flce_is_modelled(facts, plan->dtype),
                       .accum_dtype = narrow_sum_dtype(problem, plan),
                       .fewest_rows = 1,
+                      .least_bytes = LEAST_BYTES,
+                      .least_logits_bytes = LEAST_LOGITS_BYTES,
                       .row_bytes = row_bytes,
                       .z_size = wide ? stat : size};
 }
@@ -85,7 +97,7 @@ static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int 
   return best * units * (double)k;
 }
 
-/* That of fused_exp, whose clusters have two tiles along the rows. */
+/* That of Hopper's fused_exp, whose clusters have two tiles along the rows. */
 static const gemm_tile kFusedTile = {128, 192, 1.0};
 
 /* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
@@ -98,25 +110,30 @@ static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t 
   return sums ? effort + moved * kAddsPerByte : effort;
 }
 
-static double block_effort(const block_loop* loop, block_shape block) {
-  const flce_plan* plan = loop->plan;
-  int64_t h = plan->hidden, stat = flce_size_of(flce_stat_dtype(plan->dtype));
-  double adds_per_byte = loop->modelled ? kAddsPerByte : kSlowAddsPerByte;
-  double logits = (double)block.rows * (double)block.classes;
-  double moved = logits * (double)(loop->z_size + flce_size_of(plan->dtype));
+/* E or dz of a block, with its launches. */
+static double exp_effort(const block_loop* loop, int64_t rows, int64_t classes) {
+  int64_t h = loop->plan->hidden;
   double effort = loop->modelled ? kBlockEffort : 0.0;
   if (loop->fuses && loop->modelled)
-    effort +=
-        tiled_effort(loop, &kFusedTile, 1, round_up(block.rows, CLUSTER_ROWS), block.classes, h);
-  else
-    effort += gemm_effort(loop, block.rows, block.classes, h, loop->z_size, false);
-  if (!loop->fuses) effort += kRowPassShare * moved * adds_per_byte;
-  if (loop->problem->wants.grad_input)
-    effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
-  if (loop->problem->wants.grad_weight)
-    effort += gemm_effort(loop, block.classes, plan->weight_hidden, block.rows,
-                          flce_size_of(loop->accum_dtype), true);
-  return effort;
+    return effort + tiled_effort(loop, &kFusedTile, 1, round_up(rows, CLUSTER_ROWS), classes, h);
+  effort += gemm_effort(loop, rows, classes, h, loop->z_size, false);
+  if (loop->fuses) return effort;
+  double moved =
+      (double)rows * (double)classes * (double)(loop->z_size + flce_size_of(loop->plan->dtype));
+  return effort + kRowPassShare * moved * (loop->modelled ? kAddsPerByte : kSlowAddsPerByte);
+}
+
+static double dw_effort(const block_loop* loop, int64_t rows, int64_t classes, bool sums) {
+  if (!loop->problem->wants.grad_weight) return 0.0;
+  int64_t size = flce_size_of(loop->accum_dtype);
+  return gemm_effort(loop, classes, loop->plan->weight_hidden, rows, size, sums);
+}
+
+static double block_effort(const block_loop* loop, block_shape block) {
+  int64_t h = loop->plan->hidden, stat = flce_size_of(flce_stat_dtype(loop->plan->dtype));
+  double effort = exp_effort(loop, block.rows, block.classes);
+  if (loop->makes_dx) effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
+  return effort + dw_effort(loop, block.rows, block.classes, true);
 }
 
 /* The pass for the statistics, which a loop over chunks of save=grads does not need: there the
@@ -130,7 +147,7 @@ static double statistics_effort(const block_loop* loop) {
 
 static double loop_effort(const block_loop* loop, block_shape block) {
   double blocks = (double)(ceil_div(loop->problem->shape.rows, block.rows) *
-                           ceil_div(loop->problem->shape.vocab, block.classes));
+                           ceil_div(loop->classes, block.classes));
   return blocks * block_effort(loop, block);
 }
 
@@ -140,15 +157,16 @@ static int64_t whole_tiles(const block_loop* loop, int64_t rows) {
   return min64(round_up(rows, rows > tile ? tile : SMALL_ROW_STEP), loop->problem->shape.rows);
 }
 
-/* max_memory bounds the logits of a block, this the rows of dX and x with them. */
+/* Bound of a block's logits and its rows of dX and x together; max_memory itself bounds the logits.
+ */
 static int64_t most_bytes(const block_loop* loop) {
-  return max64(loop->problem->memory.bound, LEAST_BYTES);
+  return max64(loop->problem->memory.bound, loop->least_bytes);
 }
 
-/* A 16-bit sum of dW is rounded once for each chunk of rows. It serves blocks of so many rows that
- * it is rounded no more often than over the chunks without max_memory, of default_rows. Where these
- * rows take more than max_memory and more than a sum in the stat dtype, which the loop over chunks
- * of all classes has too, the loop over blocks has one. */
+/* By default dW is summed in 16 bits, by blocks of at least as many rows as the chunks without
+ * max_memory have (default_rows), so that it is rounded no more often. If those rows need more than
+ * max_memory and more than a sum in the stat dtype, and the loop over chunks of all classes would
+ * have such a sum, the loop over blocks has one. */
 static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
   const flce_problem* problem = loop->problem;
   flce_dtype stat = flce_stat_dtype(loop->plan->dtype);
@@ -167,15 +185,15 @@ static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
     loop->fewest_rows = rows;
 }
 
-/* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds the logits
- * and, from LEAST_BYTES on, the rows of dX and x with them, but for the fewest rows. */
+/* The most classes of a block of so many rows; 0 if there are too few. max_memory bounds its logits
+ * and, from LEAST_BYTES on, also its rows of dX and x, unless it has the fewest rows. */
 static int64_t fitting_classes(const block_loop* loop, int64_t rows) {
   int64_t bound = loop->problem->memory.bound;
   int64_t left = most_bytes(loop) - rows * loop->row_bytes;
-  if (rows <= loop->fewest_rows) left = max64(left, LEAST_LOGITS_BYTES);
+  if (rows <= loop->fewest_rows) left = max64(left, loop->least_logits_bytes);
   int64_t steps = min64(left, bound) / (rows * loop->z_size) / FLCE_BLOCK_CLASS_STEP;
   return min64(max64(steps, 0) * FLCE_BLOCK_CLASS_STEP,
-               round_up(loop->problem->shape.vocab, FLCE_BLOCK_CLASS_STEP));
+               round_up(loop->classes, FLCE_BLOCK_CLASS_STEP));
 }
 
 /* The next smaller number of classes worth a try: that whose logits GEMM fills its last wave of
@@ -193,34 +211,114 @@ static int64_t next_number(int64_t chunks) {
   return chunks + max64(chunks / 8, 1);
 }
 
-void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
-                       const chunks_in_place* chunks, block_shape* block) {
+/* The blocks of a loop that take the least time, if less than `least`, and more rows than
+ * `chunk_rows`. Returns that time, or INFINITY. */
+static double fastest_blocks(const block_loop* loop, double least, int64_t chunk_rows,
+                             block_shape* block) {
   enum { MOST_CHUNKS = 1024, SIZES = 5 };
+  int64_t n = loop->problem->shape.rows;
+  double found = INFINITY;
+  for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
+    int64_t rows = max64(whole_tiles(loop, ceil_div(n, number)), loop->fewest_rows);
+    if (rows <= chunk_rows) break;
+    int64_t fit = fitting_classes(loop, rows);
+    for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
+      const block_shape tried = {.rows = rows, .classes = fit};
+      double effort = loop_effort(loop, tried);
+      if (effort < least) {
+        least = found = effort;
+        *block = tried;
+      }
+      fit = fewer_classes(loop, rows, fit);
+    }
+    if (rows <= max64(SMALL_ROW_STEP, loop->fewest_rows)) break;
+  }
+  return found;
+}
+
+/* ---- dX first ---- */
+
+static dw_memory memory_of(const block_loop* loop) {
+  const flce_plan* plan = loop->plan;
+  int64_t n = loop->problem->shape.rows,
+          size = loop->fuses ? flce_size_of(plan->dtype) : loop->z_size;
+  dw_memory memory = {.classes = loop->problem->shape.vocab,
+                      .row = flce_dw_class_bytes(plan),
+                      .logits_class = n * size};
+  int64_t scratch = loop->fuses ? flce_whole_scratch_row(loop->facts, &memory) : 0;
+  memory.copies = n * (loop->row_bytes + scratch);
+  return memory;
+}
+
+/* The time of dW by blocks over all rows, as far as that pays, and by those of *block after them.
+ */
+static double whole_blocks_effort(const block_loop* of_last, const dw_memory* memory,
+                                  block_shape* block) {
+  block_loop rest = *of_last;
+  double least = INFINITY, before = 0.0;
+  for (int64_t first = 0, classes = 1; classes > 0; first += classes) {
+    rest.classes = memory->classes - first;
+    double effort = before + loop_effort(&rest, *block);
+    if (effort < least) {
+      least = effort;
+      block->whole_classes = first;
+    }
+    classes = flce_whole_block_classes(memory, first);
+    if (classes == 0) break;
+    int64_t n = rest.problem->shape.rows;
+    before += exp_effort(&rest, n, classes) + dw_effort(&rest, n, classes, false);
+  }
+  return least;
+}
+
+/* The blocks of dW after a pass for dX. Returns the time of both, or INFINITY. */
+static double choose_dx_first(block_loop loop, const chunk_alternative* chunks,
+                              block_shape* block) {
+  bool one_chunk = chunks->rows >= loop.problem->shape.rows;
+  if (one_chunk || isinf(chunks->dx_effort)) return INFINITY;
+  loop.makes_dx = false;
+  loop.least_bytes /= 2;
+  loop.least_logits_bytes /= 2;
+  loop.row_bytes -= loop.plan->hidden * flce_size_of(flce_stat_dtype(loop.plan->dtype));
+  choose_dw_sum(&loop, chunks->default_rows);
+  if (!flce_dw_is_free(loop.problem, loop.plan, loop.accum_dtype)) return INFINITY;
+  dw_memory memory = memory_of(&loop);
+  /* About the classes that are left after the blocks over all rows. */
+  int64_t left = (memory.copies + FLCE_BLOCK_CLASS_STEP * memory.logits_class) / memory.row;
+  loop.classes = min64(max64(left, FLCE_BLOCK_CLASS_STEP), memory.classes);
+  if (isinf(fastest_blocks(&loop, INFINITY, 0, block))) return INFINITY;
+  block->dx_first = true;
+  double effort = chunks->dx_effort + whole_blocks_effort(&loop, &memory, block);
+  /* E is written twice, the other loops write it once: blocks of classes have a pass for the
+   * statistics alone. */
+  int64_t written = loop.problem->shape.rows * memory.classes * flce_size_of(loop.plan->dtype);
+  return effort + (double)written * (loop.modelled ? kAddsPerByte : kSlowAddsPerByte);
+}
+
+/* FLCE_BLOCKS. */
+static block_shape asked_block(const block_loop* loop, const chunk_alternative* chunks) {
+  const flce_facts* facts = loop->facts;
+  int64_t all = round_up(loop->classes, FLCE_BLOCK_CLASS_STEP);
+  return (block_shape){.rows = min64(facts->asked_rows, loop->problem->shape.rows),
+                       .classes = min64(facts->asked_classes, all),
+                       .dx_first = facts->asks_dx_first && !isinf(chunks->dx_effort),
+                       .whole_classes = loop->classes};
+}
+
+void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
+                       const chunk_alternative* chunks, block_shape* block) {
   block_loop loop = loop_of(problem, facts, plan);
+  *block = (block_shape){0};
+  if (facts->asks_block) {
+    *block = asked_block(&loop, chunks);
+    return;
+  }
+  block_shape dx_first = {0};
+  double of_dx_first = choose_dx_first(loop, chunks, &dx_first);
   choose_dw_sum(&loop, chunks->default_rows);
   /* A sum of dW that chunks would widen takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
-  double least = widens ? INFINITY : chunks->effort - statistics_effort(&loop);
-  int64_t n = problem->shape.rows;
-  *block = (block_shape){0};
-  if (facts->asks_block) {
-    int64_t all = round_up(problem->shape.vocab, FLCE_BLOCK_CLASS_STEP);
-    *block = (block_shape){min64(facts->asked_rows, n), min64(facts->asked_classes, all)};
-    return;
-  }
-  for (int64_t number = 1; number <= MOST_CHUNKS; number = next_number(number)) {
-    int64_t rows = max64(whole_tiles(&loop, ceil_div(n, number)), loop.fewest_rows);
-    if (rows <= chunks->rows) break; /* blocks are for fewer chunks of rows */
-    int64_t fit = fitting_classes(&loop, rows);
-    for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
-      const block_shape tried = {rows, fit};
-      double effort = loop_effort(&loop, tried);
-      if (effort < least) {
-        least = effort;
-        *block = tried;
-      }
-      fit = fewer_classes(&loop, rows, fit);
-    }
-    if (rows <= max64(SMALL_ROW_STEP, loop.fewest_rows)) break;
-  }
+  double of_chunks = widens ? INFINITY : chunks->effort, statistics = statistics_effort(&loop);
+  double least = fastest_blocks(&loop, of_chunks - statistics, chunks->rows, block) + statistics;
+  if (of_dx_first < fmin(least, of_chunks)) *block = dx_first;
 }

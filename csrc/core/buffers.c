@@ -130,7 +130,8 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
       {FLCE_BUF_BIAS_CAST,
        problem->has.bias && problem->dtypes.bias != flce_stat_dtype(plan->dtype), bias, v * stat},
       {FLCE_BUF_INDEX, plan->gathers, both, facts->compact_bytes},
-      {FLCE_BUF_GATHERED_X, copies, FORWARD, first_copy ? plan->chunk_rows * copied_row : 0},
+      {FLCE_BUF_GATHERED_X, copies && !plan->dx_first, FORWARD,
+       first_copy ? plan->chunk_rows * copied_row : 0},
       {FLCE_BUF_GATHERED_X, copies, BACKWARD,
        second_copy ? plan->backward_chunk_rows * copied_row : 0},
       {FLCE_BUF_GATHERED_X, copies && by_blocks(plan), gradient_pass(plan), of_blocks},
@@ -140,7 +141,7 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
 
 /* The rows of the forward's chunks that have logits in the workspace. */
 static int64_t forward_logits_rows(const flce_problem* problem, const flce_plan* plan) {
-  bool elsewhere = plan->z_in_saved || problem->has.logits || plan->packs;
+  bool elsewhere = plan->z_in_saved || problem->has.logits || plan->packs || plan->dx_first;
   bool none = plan->fuses_rows && only_statistics(plan);
   return elsewhere || none ? 0 : plan->chunk_rows;
 }
@@ -159,15 +160,15 @@ static int64_t backward_logits_bytes(const flce_plan* plan) {
 static void list_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   const bool reduces = problem->reduction != FLCE_NONE;
   const int64_t logits = forward_logits_rows(problem, plan) * logits_row(plan);
-  const flce_dtype block_dtype = plan->fuses_blocks ? plan->exp_dtype : plan->z_dtype;
-  const int64_t block = plan->block_rows * plan->block_classes * flce_size_of(block_dtype);
+  const int64_t block = plan->block_rows * plan->block_classes * flce_size_of(block_dtype(plan));
   const table_row rows[] = {
       {FLCE_BUF_LOGITS, true, FORWARD, logits},
       {FLCE_BUF_LOGITS, true, BACKWARD, backward_logits_bytes(plan)},
       {FLCE_BUF_LOGITS, by_blocks(plan), gradient_pass(plan), block},
-      {FLCE_BUF_FUSED, plan->fuses_rows, FORWARD, plan->chunk_rows * facts->fused_row_bytes},
+      {FLCE_BUF_FUSED, plan->fuses_rows && !plan->dx_first, FORWARD,
+       plan->chunk_rows * facts->fused_row_bytes},
       {FLCE_BUF_FUSED, plan->fuses_blocks, gradient_pass(plan),
-       plan->block_rows * facts->fused_row_bytes},
+       plan->block_rows * fused_exp_row_bytes(facts, problem->shape.vocab, plan->block_classes)},
       {FLCE_BUF_ROW_LOSS, reduces, FORWARD, problem->shape.tokens * stat_size(plan)},
       {FLCE_BUF_GEMM_WORKSPACE, true, both_passes(plan), facts->gemm_workspace_bytes},
       {FLCE_BUF_TEACHER, problem->divergence.teacher != NULL, FORWARD,
@@ -219,21 +220,21 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
   const unsigned pass = gradient_pass(plan);
   const bool dw = problem->wants.grad_weight, db = problem->wants.grad_bias;
   const bool exp_form = plan->form == FLCE_FORM_EXP, padded = plan->hidden != problem->shape.hidden;
-  const bool own_dx =
-      plan->dx_gemm_dtype != plan->partial_dx_dtype || plan->gathers || padded || by_blocks(plan);
+  const bool dx_rows = has_dx_rows(problem, plan) && !plan->dx_first;
+  const int64_t weighted = plan->dx_first ? plan->rows : chunk; /* rows that row_weights gathers */
   const int64_t dw_piece = plan->dw_piece_rows * width,
                 dx_piece = plan->dx_piece_rows * plan->hidden;
   const bool own_dw = plan->accum_dtype != plan->grad_weight_dtype || padded;
   const table_row rows[] = {
       {FLCE_BUF_ORDER, exp_form && (dw || db), pass, facts->order_bytes},
-      {FLCE_BUF_DX_ROWS, problem->wants.grad_input && own_dx, pass, chunk * dx_row},
+      {FLCE_BUF_DX_ROWS, dx_rows, pass, chunk * dx_row},
       {FLCE_BUF_SCALED_X, dw && copies_weight_input(problem, plan), pass,
        chunk * plan->input_pitch * e},
       {FLCE_BUF_DW_ACCUM, dw && own_dw, pass, v * accum_row},
       {FLCE_BUF_GEMM_PIECE, true, pass, max64(dw ? dw_piece : 0, dx_piece) * e},
       {FLCE_BUF_DB_ACCUM, db, pass, v * stat},
       {FLCE_BUF_DB_PARTS, db, pass, plan->bias_parts * v * stat},
-      {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, chunk * stat},
+      {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, weighted * stat},
   };
   ADD_ROWS(plan, rows);
 }

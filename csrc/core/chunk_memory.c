@@ -2,6 +2,7 @@
  * No work is done here. */
 #include "core/chunk_memory.h"
 
+#include "core/dw_memory.h"
 #include "core/plan_rules.h"
 
 static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
@@ -10,6 +11,9 @@ static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
       .first = first,
       .rows = left < most_rows ? left : most_rows,
       .classes = e->problem->shape.vocab,
+      .scaled_x = buffer_ptr(e, FLCE_BUF_SCALED_X),
+      .dx_rows = buffer_ptr(e, FLCE_BUF_DX_ROWS),
+      .fused_scratch = buffer_ptr(e, FLCE_BUF_FUSED),
       .index = e->index ? e->index + first : NULL,
       .coef = (void*)optional_ptr(buffer_ptr(e, FLCE_BUF_COEF), e->index ? 0 : first, e->stat)};
 }
@@ -123,13 +127,13 @@ chunk flce_rows_of_blocks(const execution* e, int64_t first) {
   return c;
 }
 
-chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) {
+/* The classes of `rows` from first_class on, at most as many as a row of `memory` has elements. */
+static chunk block_in(const execution* e, const chunk* rows, int64_t first_class, void* memory,
+                      int64_t pitch) {
   const flce_plan* plan = e->plan;
-  int64_t left = rows->classes - first_class, pitch = plan->block_classes;
   chunk c = *rows;
   c.first_class = first_class;
-  c.classes = min64(left, pitch);
-  void* memory = buffer_ptr(e, FLCE_BUF_LOGITS);
+  c.classes = min64(rows->classes - first_class, pitch);
   if (plan->fuses_blocks) {
     c.out = (chunk_matrix){memory, plan->exp_dtype, pitch, pitch};
     return c;
@@ -138,4 +142,59 @@ chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) 
   c.out = in_place_of(e, &c.z);
   c.out.columns = pitch;
   return c;
+}
+
+chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) {
+  return block_in(e, rows, first_class, buffer_ptr(e, FLCE_BUF_LOGITS), e->plan->block_classes);
+}
+
+/* ---- in the memory of dW ---- */
+
+/* Takes `bytes` of dW's memory, or NULL for 0, from *next on. */
+static void* take(const execution* e, int64_t* next, int64_t bytes) {
+  if (bytes == 0) return NULL;
+  int64_t offset = round_up(*next, FLCE_DW_ALIGNMENT);
+  *next = offset + bytes;
+  return (char*)e->tensors->grad_weight + offset;
+}
+
+static int64_t bytes_of_copied_x(const flce_plan* plan) {
+  return copies_logits_input(plan) ? plan->input_pitch * flce_size_of(plan->dtype) : 0;
+}
+
+chunk flce_chunk_in_dw(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  chunk c = chunk_of(e, first, plan->chunk_rows);
+  int64_t rows = plan->chunk_rows, next = 0, dx_row = 0;
+  if (has_dx_rows(e->problem, plan)) dx_row = plan->hidden * flce_size_of(plan->dx_gemm_dtype);
+  const chunk_matrix z =
+      logits_in(e, take(e, &next, rows * plan->z_pitch * flce_size_of(plan->z_dtype)));
+  c.dx_rows = take(e, &next, rows * dx_row);
+  c.copied_x = take(e, &next, rows * bytes_of_copied_x(plan));
+  c.scaled_x = NULL;                   /* these chunks make no dW */
+  c.fused_scratch = take(e, &next, 1); /* the last: flce_dx_row_bytes has counted its bytes */
+  if (writes_logits(plan)) c.z = z;
+  c.out = in_place_of(e, &z);
+  return c;
+}
+
+chunk flce_all_rows_in_dw(const execution* e) {
+  const flce_plan* plan = e->plan;
+  chunk c = flce_all_rows(e);
+  int64_t copies = c.rows * plan->copies_row_bytes, of_x = c.rows * bytes_of_copied_x(plan);
+  int64_t scaled = copies_weight_input(e->problem, plan) ? plan->hidden : 0;
+  int64_t next = c.classes * flce_dw_class_bytes(plan) - copies -
+                 FLCE_DW_PADDING / 2; /* the other half aligns a block's logits */
+  c.scaled_x = take(e, &next, c.rows * scaled * flce_size_of(plan->dtype));
+  c.copied_x = take(e, &next, of_x);
+  c.fused_scratch = take(e, &next, 1);
+  return c;
+}
+
+chunk flce_block_in_dw(const execution* e, const chunk* rows, int64_t first_class) {
+  dw_memory memory = flce_memory_of_dw(e->problem, e->plan);
+  int64_t classes = flce_whole_block_classes(&memory, first_class);
+  int64_t next = (first_class + classes) * memory.row;
+  void* logits = take(e, &next, classes * memory.logits_class);
+  return block_in(e, rows, first_class, logits, classes);
 }

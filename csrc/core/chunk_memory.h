@@ -23,4 +23,10 @@ chunk flce_chunk_from_saved(const execution* e, int64_t first);
 chunk flce_rows_of_blocks(const execution* e, int64_t first);
 chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class);
 
+/* plan->dx_first, in the memory of dW: a chunk of dX; the copies of all rows, and a block of them
+ * from `first_class` on. */
+chunk flce_chunk_in_dw(const execution* e, int64_t first);
+chunk flce_all_rows_in_dw(const execution* e);
+chunk flce_block_in_dw(const execution* e, const chunk* rows, int64_t first_class);
+
 #endif

@@ -61,8 +61,8 @@ static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int
   double elements = (double)problem->shape.vocab * (double)loop->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(loop->accum_dtype) * kAddsPerByte;
-  double hidden = 0.58 * products / moves - 0.2;
-  double exposed = loop->overlaps_dw ? 1.0 - fmin(fmax(hidden, 0.0), 0.88) : 1.0;
+  double hidden_share = 0.58 * products / moves - 0.2;
+  double exposed = loop->overlaps_dw ? 1.0 - fmin(fmax(hidden_share, 0.0), 0.88) : 1.0;
   return products + exposed * moves;
 }
 

@@ -50,7 +50,7 @@ typedef struct chunk_loop {
   flce_dtype dtype;       /* of the GEMMs' operands */
   int64_t hidden;         /* the plan's */
   flce_dtype accum_dtype; /* in which dW is summed over chunks */
-  int64_t max_memory;     /* bytes of all rows of a chunk */
+  int64_t max_memory;     /* upper bound of the bytes of a chunk's rows */
   /* With the default memory.bound: smaller chunks than fit, where they cost little time. */
   bool prefers_small_chunks;
   int64_t row_bytes;    /* bytes that a row of a chunk takes of max_memory */

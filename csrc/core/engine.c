@@ -14,10 +14,12 @@
  *
  * Under a small max_memory a chunk of all classes has few rows, and for each chunk dW is read and
  * written once. Gradients are then made by blocks of rows and classes, from logits that are
- * computed again: the forward of "grads" and the backward of "stats" have a function for that.
+ * computed again: the backward of "stats" and the forward of "grads" have a function for that, and
+ * the latter a second one, which uses that the memory of dW is free until dW is written there.
  *
  * A divergence (distillation) computes a teacher's logits before the student's. Its forward makes
- * the losses alone, or the gradients too, by GEMMs or from samples. It has no backward.
+ * the losses alone, or the gradients too, by GEMMs or from samples. It has no flce_backward: where
+ * its forward has made no gradients, the caller's backward is a second forward with save=grads.
  *
  * The functions called here are declared, by what they do, in
  *
@@ -121,7 +123,7 @@ static flce_status forward_grads(const execution* e) {
 /* The gradients of a chunk's rows, of all of which the statistics are known: from the logits of a
  * block of classes at a time, which are computed again. dX is summed over the blocks in the stat
  * dtype; dW of a block is one GEMM over the chunk's rows. */
-static flce_status gradients_by_blocks(const execution* e, const chunk* rows) {
+static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
   FLCE_TRY(flce_copy_input(e, rows));
   FLCE_TRY(flce_scale_input(e, rows));
   for (int64_t first = 0; first < rows->classes; first += e->plan->block_classes) {
@@ -138,7 +140,6 @@ static flce_status gradients_by_blocks(const execution* e, const chunk* rows) {
 static flce_status forward_grads_by_blocks(const execution* e) {
   int64_t rows = e->problem->shape.rows;
   FLCE_TRY(flce_sum_weight(e));
-  if (rows == 0) FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
     FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));
@@ -148,7 +149,64 @@ static flce_status forward_grads_by_blocks(const execution* e) {
   for (int64_t first = 0; first < rows; first += e->plan->block_rows) {
     const chunk c = flce_rows_of_blocks(e, first);
     FLCE_TRY(flce_loss_coefficients(e, &c));
-    FLCE_TRY(gradients_by_blocks(e, &c));
+    FLCE_TRY(gradients_of_blocks(e, &c));
+  }
+  FLCE_TRY(flce_finish_gradients(e));
+  FLCE_TRY(flce_class_logits(e));
+  return flce_reduce_losses(e, false);
+}
+
+/* dW and db of a block of classes, from its logits, which are computed again. */
+static flce_status dw_of_block(const execution* e, const chunk* block) {
+  FLCE_TRY(flce_exp_or_dz_of_block(e, block));
+  return flce_add_dw_db(e, block);
+}
+
+/* dW and db of the first classes, by blocks over all rows in the memory of dW. */
+static flce_status dw_of_whole_blocks(const execution* e) {
+  if (e->plan->whole_classes == 0) return FLCE_OK; /* the copies of all rows need not fit either */
+  const chunk rows = flce_all_rows_in_dw(e);
+  FLCE_TRY(flce_copy_input(e, &rows));
+  FLCE_TRY(flce_scale_input(e, &rows));
+  for (int64_t first = 0; first < e->plan->whole_classes;) {
+    const chunk block = flce_block_in_dw(e, &rows, first);
+    FLCE_TRY(dw_of_block(e, &block));
+    first += block.classes;
+  }
+  return FLCE_OK;
+}
+
+/* dW and db of the classes after them, by blocks of a chunk's rows in the workspace. */
+static flce_status dw_of_last_blocks(const execution* e, const chunk* rows) {
+  FLCE_TRY(flce_copy_input(e, rows));
+  FLCE_TRY(flce_scale_input(e, rows));
+  int64_t step = e->plan->block_classes;
+  for (int64_t first = e->plan->whole_classes; first < rows->classes; first += step) {
+    const chunk block = flce_block_of(e, rows, first);
+    FLCE_TRY(dw_of_block(e, &block));
+  }
+  return FLCE_OK;
+}
+
+/* save=grads under a small max_memory, if the memory of dW is free until dW is written there
+ * (core/dw_memory.h): it holds the chunks of all classes that make the statistics and dX, then the
+ * blocks that make dW. */
+static flce_status forward_grads_dx_first(const execution* e) {
+  int64_t rows = e->problem->shape.rows;
+  FLCE_TRY(flce_sum_weight(e));
+  for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
+    const chunk c = flce_chunk_in_dw(e, first);
+    FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));
+    FLCE_TRY(flce_statistics_and_exp(e, &c));
+    FLCE_TRY(flce_loss_coefficients(e, &c));
+    FLCE_TRY(flce_loss_dz(e, &c));
+    FLCE_TRY(flce_dx_gemm(e, &c));
+    FLCE_TRY(flce_finish_chunk_dx(e, &c));
+  }
+  FLCE_TRY(dw_of_whole_blocks(e));
+  for (int64_t first = 0; first < rows; first += e->plan->block_rows) {
+    const chunk c = flce_rows_of_blocks(e, first);
+    FLCE_TRY(dw_of_last_blocks(e, &c));
   }
   FLCE_TRY(flce_finish_gradients(e));
   FLCE_TRY(flce_class_logits(e));
@@ -244,6 +302,7 @@ static flce_status forward(const execution* e) {
         return plan->is_divergence ? forward_divergence(e) : forward_loss_only(e);
       if (plan->draws_from_dz) return forward_divergence_samples(e);
       if (plan->is_divergence) return forward_divergence_grads(e);
+      if (plan->dx_first) return forward_grads_dx_first(e);
       return by_blocks(plan) ? forward_grads_by_blocks(e) : forward_grads(e);
     case FLCE_SAVE_SAMPLES:
       return forward_samples(e);
@@ -301,7 +360,7 @@ static flce_status backward_stats_by_blocks(execution* e) {
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->block_rows) {
     const chunk c = flce_rows_of_blocks(e, first);
     FLCE_TRY(flce_upstream_coefficients(e, &c));
-    FLCE_TRY(gradients_by_blocks(e, &c));
+    FLCE_TRY(gradients_of_blocks(e, &c));
   }
   FLCE_TRY(flce_order_targets(e));
   return flce_finish_gradients(e);
@@ -324,7 +383,7 @@ static flce_status backward(execution* e) {
       return by_blocks(e->plan) ? backward_stats_by_blocks(e) : backward_stats(e);
     case FLCE_SAVE_SAMPLES:
       return backward_samples(e);
-    case FLCE_SAVE_NOTHING: /* flce_check_backward() has refused these two */
+    case FLCE_SAVE_NOTHING: /* flce_check_backward() has refused these three */
     case FLCE_SAVE_GRADS:
     case FLCE_SAVE_AUTO:
       break;

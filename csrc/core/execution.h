@@ -24,7 +24,7 @@ typedef struct execution {
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
   const int64_t* index; /* the tokens of the computed rows, if the plan gathers them, or NULL */
-  int64_t no_class;     /* of tensors->classes: the id that is none */
+  int64_t no_class; /* of tensors->classes: the id that is none. A shard's problem has another. */
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -141,11 +141,14 @@ static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
  * All of it follows from the plan and the first row (chunk_memory.h). */
 typedef struct chunk {
   int64_t first, rows; /* computed rows [first, first + rows) */
-  /* The classes of z and out: all of this rank, or a block of them (engine.c: gradients_by_blocks)
+  /* The classes of z and out: all of this rank, or a block of them (engine.c: gradients_of_blocks)
    */
   int64_t first_class, classes;
   const int64_t* index; /* their tokens, or NULL: the same */
   void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
+  void* scaled_x;       /* FLCE_BUF_SCALED_X: the B operand of dW's GEMM, or NULL if x itself is */
+  void* dx_rows;        /* FLCE_BUF_DX_ROWS: the result of dX's GEMM, or NULL if dX itself is */
+  void* fused_scratch;  /* FLCE_BUF_FUSED, or NULL */
   /* Logits: the result of the logits GEMM. In a backward with save=logits what is saved of it: z,
    * or E if the plan saves_exp. */
   chunk_matrix z;

@@ -23,9 +23,8 @@ static bool fuses(const execution* e) {
 }
 
 flce_fused_call flce_fused_call_of(const execution* e, const chunk* c) {
-  flce_fused_call call = {.gemm = flce_logits_gemm(e, c),
-                          .rows = flce_local_rows(e, c),
-                          .scratch = buffer_ptr(e, FLCE_BUF_FUSED)};
+  flce_fused_call call = {
+      .gemm = flce_logits_gemm(e, c), .rows = flce_local_rows(e, c), .scratch = c->fused_scratch};
   if (e->plan->form == FLCE_FORM_EXP) set_out(&call.rows, &c->out);
   call.rows.bias = e->bias;
   call.rows.teacher = c->packed_with;

@@ -136,9 +136,10 @@ static int64_t column_sum_bytes(int64_t rows, int64_t cols, flce_dtype dtype) {
   return flce_row_splits(rows, cols, dtype) * cols * flce_size_of(flce_stat_dtype(dtype));
 }
 
-/* Scratch of the three uses of column_sum: E [N][V], W [V][H] and x [N][H]. */
+/* Scratch of the three uses of column_sum: E [N][V] or a block of it, W [V][H] and x [N][H]. */
 static int64_t column_sum_scratch(const flce_problem* p) {
-  const int64_t e = column_sum_bytes(p->shape.tokens, p->shape.vocab, p->dtypes.gemm);
+  const int64_t e = flce_most_column_parts(p->shape.tokens, p->shape.vocab, p->dtypes.gemm) *
+                    flce_size_of(flce_stat_dtype(p->dtypes.gemm));
   const int64_t w = column_sum_bytes(p->shape.vocab, p->shape.hidden, p->dtypes.gemm);
   const int64_t x = column_sum_bytes(p->shape.tokens, p->shape.hidden, p->dtypes.gemm);
   return most_of(e, most_of(w, x));

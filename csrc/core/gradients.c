@@ -7,15 +7,8 @@ static const void* coef_row(const execution* e, const chunk* c, enum flce_coef_r
   return element_ptr(c->coef, row * e->problem->shape.tokens, e->stat);
 }
 
-/* The buffer for the B operand of dW's GEMM, or NULL if that is x itself. Form exp: coef * x. Form
- * dz: x * FLCE_SCALAR_INPUT_SCALE with zeros in ignored rows, because a NaN in x times a dz of 0
- * would be NaN. */
-static void* scaled_input(const execution* e) {
-  return e->problem->wants.grad_weight ? buffer_ptr(e, FLCE_BUF_SCALED_X) : NULL;
-}
-
 /* dX of the chunk; with a sharded vocabulary this rank's part of it. */
-static void* dx_rows_of(const execution* e, const chunk* c) {
+static void* dx_of(const execution* e, const chunk* c) {
   int64_t first = e->plan->gathers ? 0 : c->first;
   return element_ptr(e->tensors->grad_input, first * e->problem->shape.hidden,
                      e->plan->partial_dx_dtype);
@@ -54,13 +47,12 @@ static flce_status accumulate(const execution* e, flce_gemm gemm, int64_t piece_
 flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   int64_t h = e->plan->hidden;
-  void* own = buffer_ptr(e, FLCE_BUF_DX_ROWS);
   flce_gemm gemm = {.m = c->rows,
                     .n = h,
                     .k = c->classes,
                     .a = c->out.data,
                     .b = weight_of(e, c),
-                    .c = own ? own : dx_rows_of(e, c),
+                    .c = c->dx_rows ? c->dx_rows : dx_of(e, c),
                     .pitch_a = c->out.pitch,
                     .pitch_b = h,
                     .pitch_c = h,
@@ -71,19 +63,20 @@ flce_status flce_dx_gemm(const execution* e, const chunk* c) {
 }
 
 /* Whether flce_finish_dx writes scaled_input, too: it reads x and its factors anyway. With blocks
- * of classes dW is computed before dX is finished. */
+ * of classes scaled_x is needed before dX is finished or, with dX first, for other rows. */
 static bool dx_scales_input(const execution* e) {
   return e->plan->form == FLCE_FORM_EXP && e->problem->wants.grad_input &&
          e->plan->block_classes == 0;
 }
 
+/* Form exp: coef * x. Form dz: x * FLCE_SCALAR_INPUT_SCALE with zeros in ignored rows, because a
+ * NaN in x times a dz of 0 would be NaN. */
 flce_status flce_scale_input(const execution* e, const chunk* c) {
-  void* scaled = scaled_input(e);
-  if (!scaled || dx_scales_input(e) || e->problem->shape.vocab == 0) return FLCE_OK;
+  if (!c->scaled_x || dx_scales_input(e) || e->problem->shape.vocab == 0) return FLCE_OK;
   bool exp_form = e->plan->form == FLCE_FORM_EXP;
   int64_t h = e->plan->hidden;
   CALL(e, scale_rows,
-       &(flce_scale_rows_args){.out = scaled,
+       &(flce_scale_rows_args){.out = c->scaled_x,
                                .out_pitch = h,
                                .x = input_of(e, c),
                                .dtype = e->plan->dtype,
@@ -98,9 +91,9 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
   if (!e->problem->wants.grad_input || e->problem->shape.vocab == 0) return FLCE_OK;
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, cols = e->problem->shape.hidden;
-  void *own = buffer_ptr(e, FLCE_BUF_DX_ROWS), *dx = dx_rows_of(e, c), *result = own ? own : dx;
+  void *dx = dx_of(e, c), *result = c->dx_rows ? c->dx_rows : dx;
   bool exp_form = plan->form == FLCE_FORM_EXP;
-  if (!exp_form && !own) return FLCE_OK;
+  if (!exp_form && !c->dx_rows) return FLCE_OK;
   flce_rows finished = rows_of(e, c);
   finished.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input,
@@ -113,7 +106,7 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
                                .rows = &finished,
                                .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                .x = input_of(e, c),
-                               .scaled_x = dx_scales_input(e) ? scaled_input(e) : NULL,
+                               .scaled_x = dx_scales_input(e) ? c->scaled_x : NULL,
                                .hidden = h,
                                .cols = cols});
   return FLCE_OK;
@@ -164,7 +157,7 @@ static flce_status weight_and_bias(const execution* e, const chunk* c, const flc
 static flce_status weight_gradient(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   int64_t h = plan->hidden, width = plan->weight_hidden;
-  const void *scaled = scaled_input(e), *x = scaled ? scaled : input_of(e, c);
+  const void* x = c->scaled_x ? c->scaled_x : input_of(e, c);
   flce_gemm gemm = {.m = c->classes,
                     .n = width,
                     .k = c->rows,

@@ -20,11 +20,13 @@
 
 #include "core/blocks.h"
 #include "core/buffers.h"
+#include "core/dw_memory.h"
 #include "core/plan_counts.h"
 #include "core/plan_rules.h"
 
 #include "loss.h"
 
+#include <math.h>
 #include <string.h>
 
 enum {
@@ -33,9 +35,9 @@ enum {
    * 2048 or 4096 rows anyway, and the copy of x and the scratch stay small. */
   STATISTICS_ROWS = 4096,
   /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
-   * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk takes no more than
-   * these: no more than an eager loss. With so few classes that the tokens' own TOKEN_BYTES are
-   * most of that, it takes as much as they do. */
+   * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk, the GEMMs' workspace
+   * and the TOKEN_BYTES of all tokens take together no more than all logits: no more than an eager
+   * loss. Where TOKEN_BYTES are over half of that, a chunk takes as much as they do. */
   SMALL_VOCAB = 8192,
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */
@@ -44,6 +46,11 @@ enum {
   GEMM_PIECE_BYTES = 4 << 20,
   /* max_memory by default, on devices with 8 GiB or more. */
   DEFAULT_BYTES = 1 << 30,
+  /* The logits of a chunk by default where no gradients are made and something reads them, on a
+   * GPU; but those of so many rows. More rows save launches alone: there is no dW that each chunk
+   * would read and write. */
+  LOSS_BYTES = 192 << 20,
+  LOSS_ROWS = 512,
 };
 
 /* True if a GEMM with operands of plan->dtype can write a result of `dtype`. */
@@ -98,15 +105,18 @@ static bool needs_logits(const flce_problem* problem) {
 
 /* True if fused_logits produces what the strategy reads: E, float32 logits, or only statistics.
  * dz is a difference that may cancel, so it has to be computed from the same logits as the
- * statistics. With save=stats and by blocks the logits are computed again with another GEMM. That
- * is accurate enough if they are not rounded (float32), except for probability targets, which may
- * be almost equal to p. */
+ * statistics. The exception are logits that another GEMM computes again (save=stats, blocks), if
+ * they are not rounded: float32 is accurate enough, but not for probability targets, which may be
+ * almost equal to p. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
-  bool reads_z = !only_statistics(plan);
+  bool reads_z = !only_statistics(plan), again = recomputes_logits(plan);
   if (plan->form == FLCE_FORM_EXP || (plan->strategy == FLCE_SAVE_NOTHING && !reads_z)) return true;
   if (plan->z_dtype != FLCE_F32) return false;
-  if (recomputes_logits(plan) && !reads_z) return !problem->has.probabilities;
+  if (again && problem->has.probabilities) return false;
+  if (again && !reads_z) return true;
+  /* The forward reads logits, too (dX first): gemm_adds_bias is of fused_logits and that GEMM. */
+  if (again && problem->has.bias && !facts->gemm_adds_bias) return false;
   bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;
 }
@@ -127,7 +137,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->fuses_blocks = by_blocks(plan) && may_fuse_blocks(facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
   /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
-  bool makes_e = plan->fuses_rows && exp_form && !recomputes_logits(plan);
+  bool makes_e = plan->fuses_rows && exp_form && (!recomputes_logits(plan) || plan->dx_first);
   if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
@@ -204,7 +214,7 @@ static int choose_dw_fp16_shift(int64_t rows) {
  * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  if (by_blocks(plan)) return stat; /* it is a sum over blocks of classes */
+  if (by_blocks(plan) && !plan->dx_first) return stat; /* it is a sum over blocks of classes */
   flce_dtype own = plan->partial_dx_dtype;
   if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
@@ -255,8 +265,8 @@ static void choose_dw_sum(const flce_problem* problem, const flce_facts* facts, 
 }
 
 /* The default of accum_dtype over many chunks. Their number depends on the cost of accumulating, so
- * it is chosen before, for `dtype`, and not again. The dtype of dW does not change: a compiled
- * graph has to know it, and does not know the number of chunks. */
+ * it is chosen before, for sums in plan->dtype, and not again. The dtype of dW does not change: a
+ * compiled graph has to know it, and does not know the number of chunks. */
 static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   bool decided = problem->derived.chunk_rows > 0; /* accum_dtype is that of the equal share */
   bool sums = problem->wants.grad_weight && !gradients_are_sampled(plan);
@@ -310,8 +320,29 @@ static int64_t most_rows(const flce_problem* problem, const flce_facts* facts,
   return max64(max64(left, of_tokens) / row, 1);
 }
 
+/* Of a call without gradients on a GPU, with the default max_memory. */
+static bool makes_only_losses(const flce_problem* problem, const flce_facts* facts,
+                              const flce_plan* plan) {
+  bool is_gpu = facts->multiprocessors > 0;
+  return is_gpu && problem->memory.bound_is_default && !makes_gradients(problem, plan);
+}
+
+/* The chunks of dX in the memory of dW. */
+static chunk_loop dx_loop(const flce_problem* problem, const flce_facts* facts,
+                          const flce_plan* plan) {
+  chunk_loop loop = any_loop(problem, plan);
+  loop.makes_logits = true;
+  loop.makes_dw = false;
+  loop.prefers_small_chunks = false;
+  loop.max_memory = problem->shape.vocab * flce_dw_class_bytes(plan) - FLCE_DW_PADDING;
+  loop.row_bytes = loop.logits_bytes = flce_dx_row_bytes(problem, facts, plan);
+  if (plan->fuses_rows) loop.tile_rows = facts->fused_tile_rows;
+  return loop;
+}
+
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
                                const flce_plan* plan) {
+  if (plan->dx_first) return dx_loop(problem, facts, plan);
   chunk_loop loop = any_loop(problem, plan);
   bool gradients = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
   loop.makes_logits = true;
@@ -324,10 +355,16 @@ static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* fa
   if (problem->divergence.teacher && !problem->divergence.teacher->has.logits && !plan->packs)
     loop.row_bytes *= 2;
   loop.logits_bytes = loop.row_bytes;
+  bool has_logits = !plan->fuses_rows || !only_statistics(plan);
+  if (has_logits && makes_only_losses(problem, facts, plan))
+    loop.max_memory = min64(loop.max_memory, max64(LOSS_BYTES, LOSS_ROWS * loop.row_bytes));
   if (!plan->fuses_rows) return loop;
   loop.tile_rows = facts->fused_tile_rows;
   if (!only_statistics(plan)) return loop;
-  if (by_blocks(plan)) loop.max_rows = STATISTICS_ROWS;
+  if (by_blocks(plan)) {
+    loop.max_rows = STATISTICS_ROWS;
+    loop.logits_bytes = 0; /* no pass has logits of all classes of a row */
+  }
   /* No logits are written: smaller chunks would only save scratch. */
   loop.prefers_small_chunks = false;
   loop.row_bytes = facts->fused_row_bytes;
@@ -401,6 +438,18 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 
 /* ---- the plan ---- */
 
+/* The classes of the blocks over all rows that begin before class `end`. */
+static int64_t choose_whole_classes(const flce_problem* problem, const flce_plan* plan,
+                                    int64_t end) {
+  dw_memory memory = flce_memory_of_dw(problem, plan);
+  int64_t first = 0, classes = 0;
+  do {
+    first += classes;
+    classes = first < end ? flce_whole_block_classes(&memory, first) : 0;
+  } while (classes > 0);
+  return first;
+}
+
 /* The plan with gradients by blocks of this shape, or by chunks of all classes if that is 0. */
 static flce_status plan_with_blocks(const flce_problem* problem, const flce_facts* facts,
                                     block_shape block, flce_plan* plan) {
@@ -409,8 +458,12 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   plan->rows = problem->shape.rows;
   plan->block_rows = block.rows;
   plan->block_classes = block.classes;
+  plan->dx_first = block.dx_first;
   flce_choose_dtypes(problem, facts, plan);
-  if (by_blocks(plan))
+  if (plan->dx_first) {
+    plan->copies_row_bytes = flce_copies_row_bytes(problem, facts, plan);
+    plan->whole_classes = choose_whole_classes(problem, plan, block.whole_classes);
+  } else if (by_blocks(plan))
     plan->dx_piece_rows =
         gemm_piece_rows(plan, facts, plan->dx_gemm_dtype, plan->block_rows, plan->hidden);
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
@@ -422,14 +475,29 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   return FLCE_OK;
 }
 
+/* The time of logits and dX by chunks in the memory of dW. */
+static flce_status measure_dx_chunks(const flce_problem* problem, const flce_facts* facts,
+                                     const flce_plan* plan, double* effort) {
+  *effort = INFINITY;
+  chunk_loop loop = dx_loop(problem, facts, plan);
+  bool is_free = flce_dw_is_free(problem, plan, narrow_sum_dtype(problem, plan));
+  bool may = problem->wants.grad_input && is_free && !flce_is_sharded(problem);
+  if (!may || loop.max_memory < loop.row_bytes) return FLCE_OK;
+  int64_t rows, number;
+  FLCE_TRY(choose_chunk_rows(problem, facts, &loop, &rows, &number));
+  *effort = flce_chunks_effort(problem, facts, &loop, rows);
+  return FLCE_OK;
+}
+
 /* The loop that makes the gradients by chunks of all classes, in place of blocks: its time, and the
  * rows of its chunks without a max_memory. */
 static flce_status measure_chunks(const flce_problem* problem, const flce_facts* facts,
-                                  const flce_plan* plan, chunks_in_place* chunks) {
+                                  const flce_plan* plan, chunk_alternative* chunks) {
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
   chunks->rows = grads ? plan->chunk_rows : plan->backward_chunk_rows;
   chunks->effort = flce_chunks_effort(problem, facts, &loop, chunks->rows);
+  FLCE_TRY(measure_dx_chunks(problem, facts, plan, &chunks->dx_effort));
   loop.max_memory = max64(loop.max_memory, DEFAULT_BYTES);
   loop.prefers_small_chunks = true;
   loop.accum_dtype = narrow_sum_dtype(problem, plan);
@@ -439,11 +507,12 @@ static flce_status measure_chunks(const flce_problem* problem, const flce_facts*
 
 flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,
                               flce_plan* plan) {
-  block_shape block = {problem->derived.block_rows, problem->derived.block_classes};
+  block_shape block = {.rows = problem->derived.block_rows,
+                       .classes = problem->derived.block_classes};
   FLCE_TRY(plan_with_blocks(problem, facts, block, plan));
   if (problem->derived.chunk_rows > 0) return FLCE_OK;
   if (!flce_may_use_blocks(problem, facts, plan)) return FLCE_OK;
-  chunks_in_place chunks;
+  chunk_alternative chunks;
   FLCE_TRY(measure_chunks(problem, facts, plan, &chunks));
   flce_choose_block(problem, facts, plan, &chunks, &block);
   return block.classes > 0 ? plan_with_blocks(problem, facts, block, plan) : FLCE_OK;

@@ -4,8 +4,8 @@
 
 #include "flce.h"
 
-/* flce_choose_dtypes without what gradients need: what a problem's logits and what is saved of them
- * are. plan->strategy is set. */
+/* The part of flce_choose_dtypes that concerns the logits and what is saved of them. plan->strategy
+ * is set. */
 void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan);
 /* flce_plan_make of a problem that flce_check_problem has accepted. */
 flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* facts,

@@ -4,14 +4,15 @@
 #include "core/plan_call.h"
 
 #include "backend.h"
-#include "core/blocks.h"
+#include "core/plan_rules.h"
 #include "core/plan.h"
 #include "environment.h"
 
 #include <stdio.h>
 #include <string.h>
 
-/* FLCE_BLOCKS, for measurements and tests: the shape of a block, or "0" for none. */
+/* FLCE_BLOCKS, for measurements and tests: the shape of a block, "0" for none, or "dx_first:" and
+ * the shape of the last blocks of dW. */
 static flce_status read_blocks(flce_facts* facts) {
   const char* text = flce_variable_text(FLCE_VARIABLE_BLOCKS);
   if (!text) return FLCE_OK;
@@ -19,11 +20,14 @@ static flce_status read_blocks(flce_facts* facts) {
   int end = 0;
   facts->asks_block = true;
   if (strcmp(text, "0") == 0) return FLCE_OK;
-  bool two = sscanf(text, "%lldx%lld%n", &rows, &classes, &end) == 2 && text[end] == 0;
+  const char kDxFirst[] = "dx_first:", *shape = text;
+  facts->asks_dx_first = strncmp(text, kDxFirst, sizeof kDxFirst - 1) == 0;
+  if (facts->asks_dx_first) shape += sizeof kDxFirst - 1;
+  bool two = sscanf(shape, "%lldx%lld%n", &rows, &classes, &end) == 2 && shape[end] == 0;
   if (!two || rows < 1 || classes < 1 || classes % FLCE_BLOCK_CLASS_STEP != 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "FLCE_BLOCKS: expected \"0\" or rows and a multiple of %d classes such as "
-                     "\"2048x4096\", got \"%s\"",
+                     "\"2048x4096\", after \"dx_first:\" or alone, got \"%s\"",
                      FLCE_BLOCK_CLASS_STEP, text);
   facts->asked_rows = rows;
   facts->asked_classes = classes;
@@ -86,7 +90,7 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* give
   flce_problem problem = *given, equal = flce_equal_share(given);
   flce_facts facts = {0};
   flce_strategies strategies;
-  equal.save = flce_known_strategy(given);
+  equal.save = flce_known_strategy(given); /* facts depend on whether gradients are sampled */
   FLCE_TRY(ask_facts(backend, &equal, &facts));
   flce_choose_strategies(&equal, &facts, &strategies);
   problem.save = equal.save = flce_strategy_of(&strategies, problem.shape.rows);

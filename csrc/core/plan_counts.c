@@ -3,6 +3,7 @@
 #include "core/plan_counts.h"
 
 #include "backend.h"
+#include "core/dw_memory.h"
 #include "core/plan_rules.h"
 
 /* The GEMMs whose results together have `size` rows, in blocks of `block` rows, each of which runs
@@ -10,6 +11,22 @@
 static int64_t gemms_of_rows(int64_t size, int64_t block, int64_t piece) {
   if (piece == 0) return ceil_div(size, block);
   return size / block * ceil_div(block, piece) + ceil_div(size % block, piece);
+}
+
+/* Logits and dX of each chunk; logits and dW of the blocks over all rows, and of those after them.
+ */
+static void count_gemms_of_dx_first(const flce_problem* problem, flce_plan* plan) {
+  dw_memory memory = flce_memory_of_dw(problem, plan);
+  int64_t left = problem->shape.vocab - plan->whole_classes, piece = plan->dw_piece_rows;
+  plan->forward_gemms = 2 * plan->chunks;
+  for (int64_t first = 0; first < plan->whole_classes;) {
+    int64_t classes = flce_whole_block_classes(&memory, first);
+    plan->forward_gemms += 1 + gemms_of_rows(classes, classes, piece);
+    first += classes;
+  }
+  plan->forward_gemms +=
+      ceil_div(problem->shape.rows, plan->block_rows) *
+      (ceil_div(left, plan->block_classes) + gemms_of_rows(left, plan->block_classes, piece));
 }
 
 static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) {
@@ -29,7 +46,10 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_piece_rows ? ceil_div(problem->shape.vocab, plan->dw_piece_rows) : 1;
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
   if (by_blocks(plan)) {
-    count_gemms_of_blocks(problem, plan);
+    if (plan->dx_first)
+      count_gemms_of_dx_first(problem, plan);
+    else
+      count_gemms_of_blocks(problem, plan);
     return;
   }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;

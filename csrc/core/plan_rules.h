@@ -4,6 +4,7 @@
 
 #include "core/chunks.h"
 
+/* In either pass. */
 static inline bool makes_gradients(const flce_problem* problem, const flce_plan* plan) {
   return plan->strategy != FLCE_SAVE_NOTHING &&
          (problem->wants.grad_input || problem->wants.grad_weight || problem->wants.grad_bias);
@@ -16,13 +17,32 @@ static inline bool by_blocks(const flce_plan* plan) {
 static inline bool may_fuse_blocks(const flce_facts* facts, const flce_plan* plan) {
   return facts->fused_row_bytes > 0 && plan->form == FLCE_FORM_EXP && plan->dtype == FLCE_BF16;
 }
-/* True if the pass that makes the gradients computes the logits again. */
+/* Classes of a block are a multiple: rows of its logits, E and dz then start at multiples of every
+ * device's row_alignment. */
+enum { FLCE_BLOCK_CLASS_STEP = 64 };
+/* Of a block's logits, or of its E if that is what is written. */
+static inline flce_dtype block_dtype(const flce_plan* plan) {
+  return plan->fuses_blocks ? plan->exp_dtype : plan->z_dtype;
+}
+/* True if the pass that makes the gradients computes the logits again: for all of them or, with
+ * dx_first, for dW. */
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
+/* Bytes of fused_exp's scratch for each row of a block of so many classes. As the scratch of all
+ * classes it has numbers of each tile, in proportion to the classes, and of the row: at most
+ * OF_ROW. */
+static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab, int64_t classes) {
+  enum {
+    OF_ROW = 48
+  }; /* offset, scale, target, column, top, flags, and a tile for the remainder */
+  if (vocab == 0) return 0; /* a rank without a class */
+  return round_up(facts->fused_row_bytes * classes / vocab, sizeof(float)) + OF_ROW;
+}
 /* True if the forward's loop over chunks needs only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
-  bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || recomputes_logits(plan);
+  bool for_gradients = recomputes_logits(plan) && !plan->dx_first;
+  bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || for_gradients;
   return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->is_divergence;
 }
 /* True if gradients are gathered by the rows' lists of samples, not made by GEMMs: of E, with
@@ -39,6 +59,13 @@ static inline flce_dtype narrow_sum_dtype(const flce_problem* problem, const flc
 /* True if a chunk's rows of x are copied before the logits GEMM reads them. */
 static inline bool copies_logits_input(const flce_plan* plan) {
   return plan->gathers || plan->input_pitch != plan->hidden;
+}
+/* True if the result of dX's GEMM is not dX. */
+static inline bool has_dx_rows(const flce_problem* problem, const flce_plan* plan) {
+  bool is_summed = by_blocks(plan) && !plan->dx_first,
+       padded = plan->hidden != problem->shape.hidden;
+  bool other_dtype = plan->dx_gemm_dtype != plan->partial_dx_dtype;
+  return problem->wants.grad_input && (is_summed || other_dtype || plan->gathers || padded);
 }
 /* True if the B operand of dW's GEMM is a copy of x: scaled, gathered, with zeros in ignored rows,
  * or aligned. */

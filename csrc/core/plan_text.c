@@ -64,6 +64,9 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   if (plan->block_classes > 0)
     append(text, size, &used, "gradients by blocks: block_rows=%lld block_classes=%lld\n",
            (long long)plan->block_rows, (long long)plan->block_classes);
+  if (plan->dx_first)
+    append(text, size, &used, "dX first, in the memory of dW; whole_classes=%lld\n",
+           (long long)plan->whole_classes);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld sampled_time=%.3g\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms, plan->sampled_time);
   if (plan->strategy == FLCE_SAVE_STATS)
@@ -92,15 +95,15 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
 
 #define FLCE_PLAN_SIZES(X)                                                                      \
   X(rows), X(chunk_rows), X(chunks), X(backward_chunk_rows), X(backward_chunks), X(block_rows), \
-      X(block_classes), X(forward_gemms), X(backward_gemms), X(forward_peak_bytes),             \
-      X(backward_peak_bytes), X(peak_bytes), X(ranks)
+      X(block_classes), X(whole_classes), X(forward_gemms), X(backward_gemms),                  \
+      X(forward_peak_bytes), X(backward_peak_bytes), X(peak_bytes), X(ranks)
 
 int64_t flce_plan_json(const flce_plan* plan, char* text, int64_t size) {
   int64_t used = 0;
   append(text, size, &used,
          "{\"save\": \"%s\", \"form\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", "
-         "\"logits_dtype\": \"%s\", \"accum_dtype\": \"%s\"",
-         FLCE_PLAN_WORDS(plan));
+         "\"logits_dtype\": \"%s\", \"accum_dtype\": \"%s\", \"dx_first\": %s",
+         FLCE_PLAN_WORDS(plan), plan->dx_first ? "true" : "false");
 #define FLCE_SIZE(name) append(text, size, &used, ", \"" #name "\": %lld", (long long)plan->name)
   FLCE_PLAN_SIZES(FLCE_SIZE);
 #undef FLCE_SIZE

@@ -1,5 +1,5 @@
-/* What a sharded vocabulary adds to a call. For one rank these functions do nothing, or what the
- * backend's function does that they are named after, so that engine.c has one order of calls for
+/* What a sharded vocabulary adds to a call. For one rank these functions do nothing, or call
+ * the backend's function of the same name, so that engine.c has one order of calls for
  * any number of ranks. */
 #ifndef FLCE_SHARDS_H
 #define FLCE_SHARDS_H
@@ -23,8 +23,8 @@ typedef struct shard_call {
 /* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies. Begins and
  * completes the all-gather of x, if the call reads it. Does nothing where e->shard is NULL. */
 flce_status flce_open_shard(execution* e, bool reads_input);
-/* `status`, that of the call. Every call ends here, so that no failure leaves a collective in
- * flight whose buffers the caller frees. */
+/* Returns `status`, that of the call, and after a failure abandons the collectives in flight, whose
+ * buffers the caller frees. Every call ends here. */
 flce_status flce_close_shard(const execution* e, flce_status status);
 /* The backend's prepare: for all classes, and for this rank's. */
 flce_status flce_prepare(const execution* e, void* order, bool may_overlap);

@@ -10,7 +10,7 @@
 enum { SMALL_WEIGHT_BYTES = 128 << 20 };
 
 /* FLCE_SCALAR_LOSS_SCALE assumes |lse| <= 64, and |dz| may be 4 times its bound:
- * 1 + 2 z |lse| <= 4 (1 + 128 z), so at this z_loss |lse| < 1790. */
+ * 1 + 2 z_loss |lse| <= 4 (1 + 128 z_loss), so at this z_loss |lse| < 1790. */
 static const double F16_Z_LOSS = 0x1p-10;
 
 /* One strategy for any number of rows. */
@@ -50,24 +50,26 @@ static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
   return problem->reduction != FLCE_NONE && !late;
 }
 
-/* The rows whose `row` bytes each are in `bytes`. */
+/* How many rows of `row` bytes fit in `bytes`. */
 static int64_t rows_in(int64_t bytes, int64_t row) {
   return row > 0 ? bytes / row : INT64_MAX;
 }
 
 /* The strategies where they depend on the number of rows. */
 static flce_strategies choose_by_rows(const flce_problem* problem, const flce_facts* facts) {
-  flce_plan logits = {.strategy = FLCE_SAVE_LOGITS};
-  flce_choose_logits(problem, facts, &logits);
-  bool gpu = facts->multiprocessors > 0, gradients = may_make_gradients(problem, logits.dtype);
+  flce_plan of_logits = {.strategy = FLCE_SAVE_LOGITS};
+  flce_choose_logits(problem, facts, &of_logits);
+  bool gpu = facts->multiprocessors > 0, gradients = may_make_gradients(problem, of_logits.dtype);
   /* Gradients of lse or entropy would make save=grads recompute the logits. */
   bool of_loss_alone = gradients && !problem->graph.differentiates_outputs;
   if (gpu && of_loss_alone && problem->memory.bound_is_default) return always(FLCE_SAVE_GRADS);
-  int64_t weight_bytes = problem->shape.vocab * problem->shape.hidden * flce_size_of(logits.dtype);
+  int64_t weight_bytes =
+      problem->shape.vocab * problem->shape.hidden * flce_size_of(of_logits.dtype);
   bool small = gpu && gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
   int64_t kept_memory = of_loss_alone ? problem->memory.bound : problem->memory.kept;
-  int64_t kept = rows_in(kept_memory, logits.saved_pitch * flce_size_of(logits.saved_dtype));
-  int64_t at_once = rows_in(problem->memory.bound, logits_row_bytes(problem, facts, logits.dtype));
+  int64_t kept = rows_in(kept_memory, of_logits.saved_pitch * flce_size_of(of_logits.saved_dtype));
+  int64_t at_once =
+      rows_in(problem->memory.bound, logits_row_bytes(problem, facts, of_logits.dtype));
   return (flce_strategies){
       .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(kept, at_once),
                                              small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS},

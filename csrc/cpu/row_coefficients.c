@@ -108,9 +108,10 @@ flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void*
   const int kLargest = 12, kMostBits = 100;
   row_pass pass = {.rows = rows, .dtype = rows->z_dtype, .stat = FLCE_F32};
   float* values = coef;
-  double top_weight = rows->class_weight ? 0.0 : 1.0, top = 0.0;
+  float top_weight = rows->class_weight ? 0.0f : 1.0f;  // gcc 12 for aarch64 fails on a double here
+  double top = 0.0;
   for (int64_t j = 0; rows->class_weight && j < rows->vocab; j++)
-    top_weight = fmax(top_weight, fabs((double)((const float*)rows->class_weight)[j]));
+    top_weight = fmaxf(top_weight, fabsf(((const float*)rows->class_weight)[j]));
   for (int64_t r = 0; r < rows->rows; r++) {
     int64_t i = flce_row_index(rows, r);
     if (flce_row_kind_at(rows, i) == FLCE_ROW_VALID)

@@ -63,6 +63,14 @@ extern "C" FLCE_EXPORT uint64_t flce_cuda_headers(void) {
  * built: table of "CUDA minor version compatibility" in the toolkit's release notes. */
 static const int kFirstDriver = CUDART_VERSION >= 13000 ? 580 : 525;
 
+/* What was built. tools/cuda_library.py finds this text in the file of a library, which it cannot
+ * load if that is for another machine. */
+#define FLCE_TEXT(...) FLCE_TEXT_OF(__VA_ARGS__)
+#define FLCE_TEXT_OF(...) #__VA_ARGS__
+__attribute__((used)) static const char kBuilt[] =
+    "flce_cuda built by nvcc " FLCE_TEXT(__CUDACC_VER_MAJOR__) "." FLCE_TEXT(
+        __CUDACC_VER_MINOR__) " for " FLCE_TEXT(__CUDA_ARCH_LIST__) ";";
+
 /* Why no GPU can be used, "" if one can. A driver serves every toolkit of its major version. */
 static void why_unusable(char* text, size_t size) {
   int driver = 0, devices = 0;

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from . import CONTESTANTS, Case, default_case, machine, run
+from .machine import load_warning
 from .progress import Progress
 from .report import describe, draw, record, table
 
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     facts = machine(case.device)
     print(describe(case, facts), flush=True)
+    if warning := load_warning():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     with Progress(options.seconds) as progress:
         results = run(case, options.seconds, tuple(options.contestants), progress)
     print(table(results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import pathlib
 import platform
 import re
@@ -10,6 +11,22 @@ import re
 import torch
 
 import flce
+
+BUSY = 0.25  # load of the last minute over the cores, from which a warning is due
+
+
+def load_warning() -> str:
+    """A sentence if other programs take more than a quarter of the cores, else ""."""
+    try:
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    except (AttributeError, OSError):  # not on every system
+        return ""
+    if load <= BUSY * cores:
+        return ""
+    return (
+        f"the machine is under load ({load:.1f} on {cores} cores in the last minute): times will "
+        "vary; close other programs and run it again"
+    )
 
 
 def machine(device: str) -> dict[str, str | int]:

@@ -23,8 +23,12 @@ def describe(case: Case, facts: dict[str, str | int]) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """Median, fastest and number of rounds; peak memory over the operands."""
-    lines = [f"{'':14}{'median':>12}{'fastest':>12}{'rounds':>8}{'peak memory':>14}"]
+    """Median, fastest and number of rounds; peak memory over the operands; median and memory over
+    those of eager, where it ran."""
+    eager = next((one for one in results if one.name == "eager" and not one.failed), None)
+    ratios = f"{'time':>10}{'memory':>10}" if eager else ""
+    lines = [f"{'':60}{'over eager:':>20}".rstrip()] if eager else []
+    lines += [f"{'':14}{'median':>12}{'fastest':>12}{'rounds':>8}{'peak memory':>14}{ratios}"]
     for result in results:
         if result.failed:
             lines.append(f"{result.name:14}  failed: {result.failed}")
@@ -32,7 +36,10 @@ def table(results: list[Result]) -> str:
         times = (f"{1e3 * value:.2f} ms" for value in (result.median, min(result.seconds)))
         row = "".join(f"{time:>12}" for time in times)
         memory = f"{result.peak_bytes / GIB:.3f} GiB"
-        lines.append(f"{result.name:14}{row}{len(result.seconds):>8}{memory:>14}")
+        if eager:
+            over = result.median / eager.median, result.peak_bytes / max(eager.peak_bytes, 1)
+            ratios = "".join(f"{f'{ratio:.2f}x':>10}" for ratio in over)
+        lines.append(f"{result.name:14}{row}{len(result.seconds):>8}{memory:>14}{ratios}")
     return "\n".join(lines)
 
 

@@ -41,7 +41,8 @@ def run(
     contestants: tuple[str, ...] = tuple(CONTESTANTS),
     progress: Progress | None = None,
 ) -> list[Result]:
-    """A Result of each contestant. At least LEAST_ROUNDS rounds, whatever `seconds` is."""
+    """A Result of each contestant, names in CONTESTANTS (KeyError for another). At least
+    LEAST_ROUNDS rounds, whatever `seconds` is. A contestant that raises has `failed` set."""
     begin = time.monotonic()
     shown = progress or Progress(seconds)
     operands = case.operands()

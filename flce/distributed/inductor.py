@@ -8,11 +8,11 @@ it in torch 2.11 and 2.13.)
 """
 
 import functools
-import warnings
 
 import torch
 
 from .. import torch_private
+from ..validate import warn
 
 
 def order_exchanges():
@@ -21,10 +21,9 @@ def order_exchanges():
         if torch_private.inductor_is_imported():
             _register()
     except (AttributeError, ImportError) as error:
-        warnings.warn(
+        warn(
             f"flce: this torch does not order exchanges under torch.compile ({error}): use equal "
-            "shares of the vocabulary, or one exchange of a group in a graph, torch's included",
-            stacklevel=2,
+            "shares of the vocabulary, or one exchange of a group in a graph, torch's included"
         )
 
 

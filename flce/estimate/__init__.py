@@ -5,6 +5,7 @@ numbers are made, and how far they were from measured ones: docs/estimate.md.
 """
 
 from .gpus import Gpu, find_gpu, gpu_names
+from .hub import hub_names
 from .memory import Training
 from .model import Model, model_of_sizes, read_model
 from .step import Estimate, estimate
@@ -17,6 +18,7 @@ __all__ = [
     "estimate",
     "find_gpu",
     "gpu_names",
+    "hub_names",
     "model_of_sizes",
     "read_model",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -27,15 +29,34 @@ def _optimizer(argument: str) -> str | float:
         raise argparse.ArgumentTypeError(f"expected {expected}, got {argument!r}") from None
 
 
+def _count(argument: str) -> int:
+    """A number of tokens: 8192, 8_192, 8,192, 8k, 1.5k, 1m."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([km]?)", re.sub("[_,]", "", argument.lower()))
+    count = float(match[1]) * {"": 1, "k": 1024, "m": 1 << 20}[match[2]] if match else 0.5
+    if count != int(count):
+        raise argparse.ArgumentTypeError(f"expected a number such as 8192 or 8k, got {argument!r}")
+    return int(count)
+
+
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(prog="python -m flce.estimate", description=__doc__)
     add = arguments.add_argument
-    add("--model", metavar="PATH", help="a config.json of transformers, or its folder")
+    add(
+        "--model",
+        metavar="PATH",
+        help="a config.json of transformers, its folder, or a name such as Llama-3.2-1B or "
+        "Qwen/Qwen3-8B (flce.estimate.hub_names())",
+    )
     add("--hidden", type=int, help="without --model: the hidden size")
     add("--vocab", type=int, help="without --model: the vocabulary")
     for name in _SIZES:
         add(f"--{name.replace('_', '-')}", type=int, help="in place of the model's")
-    add("--tokens", type=int, required=True, help="of a step, in all sequences")
+    add(
+        "--tokens",
+        type=_count,
+        required=True,
+        help="of a step, in all sequences: 8192, 8k or 1m, in units of 1024",
+    )
     add("--sequences", type=int, default=1, help="into which the tokens are divided")
     add(
         "--gpu",
@@ -52,6 +73,22 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--checkpointing", action="store_true", help="of the activations of each layer")
     add("--flash", action="store_true", help="attention by flash-attn, else SDPA")
+    add(
+        "--lora",
+        type=int,
+        nargs="?",
+        const=16,
+        default=0,
+        metavar="RANK",
+        help="adapters of this rank (16) are trained, and nothing else",
+    )
+    add(
+        "--fsdp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share parameters, gradients and optimizer; tokens are those of one rank",
+    )
     add("--max-memory", help="as in flce.linear_cross_entropy")
     add("--json", action="store_true", help="an object of JSON: bytes and seconds")
     return arguments
@@ -77,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             checkpointing=options.checkpointing,
             sequences=options.sequences,
             flash=options.flash,
+            lora=options.lora,
+            fsdp=options.fsdp,
         )
         result = estimate(
             _model(options),
@@ -88,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         print(f"flce.estimate: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(record(result), indent=1) if options.json else text(result))
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(json.dumps(record(result), indent=1) if options.json else text(result, width))
     return 0
 
 

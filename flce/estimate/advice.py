@@ -12,6 +12,8 @@ from .model import Model
 from .times import Times
 
 LEAST = 0.03  # of memory, time or length: what is less cannot be told from the estimate's error
+LEAST_BYTES, LEAST_SECONDS = 64 << 20, 1e-3  # what is less is no help, whatever its share
+NEAR = 1 / 8  # of the longest sequence: a step of less does not need longer ones
 LARGE_HEAD = 0.25  # share of a step from which sampled gradients are worth a thought
 GIB, MIB = 1 << 30, 1 << 20
 _PEAKS = {
@@ -27,6 +29,7 @@ class Longest(NamedTuple):
 
     eager: int
     flce: int
+    liger: int = 0
 
 
 class Outcome(NamedTuple):
@@ -34,6 +37,7 @@ class Outcome(NamedTuple):
     `accumulating`: the plan with accumulate_into="grad"."""
 
     model: Model
+    tokens: int
     training: Training
     plan: flce.Plan
     eager: Peaks
@@ -49,6 +53,14 @@ class Outcome(NamedTuple):
     def memory(self) -> float:
         """Saved, over the eager peak."""
         return 1 - self.flce.peak / self.eager.peak
+
+    @property
+    def saves_memory(self) -> bool:
+        return self.memory >= LEAST and self.eager.peak - self.flce.peak >= LEAST_BYTES
+
+    @property
+    def saves_time(self) -> bool:
+        return self.time >= LEAST and self.times.eager - self.times.flce >= LEAST_SECONDS
 
     @property
     def time(self) -> float:
@@ -73,8 +85,9 @@ def small_memory(model: Model) -> int:
 def advise(outcome: Outcome) -> Advice:
     before, after = outcome.longest.eager, outcome.longest.flce
     longer = after >= (1 + LEAST) * before and after > 0
-    helps = outcome.memory >= LEAST or outcome.time >= LEAST or longer
-    verdict = _verdict(outcome, longer) if helps else _refusal(outcome)
+    is_long = outcome.tokens >= NEAR * before * outcome.training.sequences
+    helps = outcome.saves_memory or outcome.saves_time or (longer and is_long)
+    verdict = _verdict(outcome, longer) if helps else _refusal(outcome, longer)
     return Advice(helps, verdict, tuple(_options(outcome)) if helps else ())
 
 
@@ -104,22 +117,26 @@ def _options(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def _refusal(outcome: Outcome) -> str:
+def _refusal(outcome: Outcome, longer: bool) -> str:
     where = _PEAKS[outcome.eager.moment]
-    return f"It will not help: the loss takes little of a step, and {where}."
+    text = f"It will not help: the loss takes little of a step, and {where}."
+    if longer:
+        before, after = outcome.longest.eager, outcome.longest.flce
+        text += f" It would for long sequences: up to {after:,} tokens in place of {before:,}."
+    return text
 
 
 def _verdict(outcome: Outcome, longer: bool) -> str:
     eager, fused, gains = outcome.eager.peak, outcome.flce.peak, []
-    if outcome.memory >= LEAST:
+    if outcome.saves_memory:
         gains.append(f"{(eager - fused) / GIB:.2f} GiB less memory ({outcome.memory:.0%})")
-    if outcome.time >= LEAST:
+    if outcome.saves_time:
         gains.append(f"a step about {outcome.time:.0%} shorter")
     if longer:
         before, after = outcome.longest.eager, outcome.longest.flce
         gains.append(f"sequences of up to {after:,} tokens in place of {before:,}")
     text = f"It helps: {', '.join(gains)}."
-    if outcome.memory < LEAST:
+    if not outcome.saves_memory:
         text += f" This step takes as much memory as before: {_PEAKS[outcome.flce.moment]}."
     if fused > outcome.usable:
         text += " The step does not fit this GPU either way."

@@ -32,6 +32,11 @@ class Training:
     checkpointing: of the activations of each layer.
     sequences: into which the tokens are divided.
     flash: attention by flash-attn, which needs no mask for a sliding window; else SDPA.
+    lora: the rank of adapters on the layers' matrices, which alone are trained; 0: all parameters.
+    fsdp: the ranks that share parameters, gradients and the optimizer's state; the tokens are
+        those of one rank.
+
+    Raises ValueError for a value out of its range, by name.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -39,6 +44,8 @@ class Training:
     checkpointing: bool = False
     sequences: int = 1
     flash: bool = False
+    lora: int = 0
+    fsdp: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -48,8 +55,9 @@ class Training:
             raise ValueError(f"optimizer: expected {expected}, got {self.optimizer!r}")
         if not isinstance(self.optimizer, str) and not 0 <= self.optimizer <= 64:
             raise ValueError(f"optimizer: expected 0 to 64 bytes, got {self.optimizer}")
-        if self.sequences < 1:
-            raise ValueError(f"sequences: expected 1 or more, got {self.sequences}")
+        for name, least in (("sequences", 1), ("lora", 0), ("fsdp", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected {least} or more, got {getattr(self, name)}")
 
     @property
     def element(self) -> int:
@@ -103,8 +111,10 @@ def token_bytes(model: Model, training: Training, masked: bool) -> int:
     # each query head (a single one is only viewed so). The logsumexp of each head.
     key_width = queries if masked and model.kv_heads > 1 else keys
     total += 2 * e * (queries + key_width) + WIDE * model.heads
-    # Gate, its activation, up, and their product.
-    return total + 4 * e * model.intermediate
+    # A token's copies for its experts, and their results.
+    total += 2 * e * model.hidden * model.active
+    # Gate, its activation, up, and their product; without a gate a value and its activation.
+    return total + (4 if model.gated else 2) * e * model.width
 
 
 def layer_bytes(model: Model, tokens: int, training: Training) -> tuple[int, int]:
@@ -119,29 +129,36 @@ def layer_bytes(model: Model, tokens: int, training: Training) -> tuple[int, int
 
 def peaks(model: Model, tokens: int, training: Training, loss: int) -> Peaks:
     """The Peaks of a step whose loss takes `loss` bytes with its gradients."""
-    e, hidden = training.element, tokens * model.hidden
-    state, allocated = training.optimizer_bytes(model.parameters)
-    gradients = model.parameters * e
-    persistent = gradients + state  # the parameters have the size of their gradients
+    e, hidden, ranks = training.element, tokens * model.hidden, training.fsdp
+    adapters = model.adapter_parameters(training.lora)
+    trained = adapters if training.lora else model.parameters
+    state, allocated = (size // ranks for size in training.optimizer_bytes(trained))
+    gradients = trained * e // ranks
+    # FSDP gathers two layers at a time, and keeps what is outside of them: embedding and head.
+    gathered = 2 * model.layer_parameters * e + model.head_parameters * e * (2 - model.tied)
+    persistent = (model.parameters + adapters) * e // ranks + state
+    persistent += gathered if ranks > 1 else 0
     every, largest = layer_bytes(model, tokens, training)
     activations = model.layers * hidden * e if training.checkpointing else every
     # A boolean mask of all layers with a window.
     mask = tokens * (tokens // training.sequences) if mask_layers(model, tokens, training) else 0
     final_norm = (WIDE + (WIDE if model.wide_norms else e) + e) * hidden
     # Gradients of gate and up, of the MLP's result and of the residual.
-    passing = 2 * e * tokens * model.intermediate + 3 * e * hidden if model.layers else 0
+    passing = 2 * e * tokens * model.width + 3 * e * hidden if model.layers else 0
     recomputed = largest if training.checkpointing and model.layers else 0
     one_layer = largest if model.layers else 0
-    head = model.head_parameters * e
+    head = 0 if training.lora else model.head_parameters * e
+    layer = 0 if training.lora else model.layer_parameters * e
     # The embedding's gradient is made last. That of a tied weight is a tensor of its own until it
     # is added to the head's.
     embedding = head if model.tied else 0
-    before = gradients - (0 if model.tied else head) - model.layer_parameters * e
+    before = gradients - ((0 if model.tied else head) + layer) // ranks
+    before += layer if ranks > 1 else 0
     return Peaks(
         loss=persistent + activations + mask + final_norm + loss,
         backward=persistent + activations + mask + head + recomputed + passing,
         gradients=persistent + max(before + mask + one_layer + passing, gradients + embedding),
-        update=persistent + gradients + allocated,
+        update=persistent - (gathered if ranks > 1 else 0) + gradients + allocated,
     )
 
 
@@ -149,6 +166,21 @@ def eager_loss_bytes(model: Model, tokens: int, training: Training) -> int:
     """Of transformers' loss: the logits are made in float32 (ForCausalLMLoss)."""
     capped = training.element if model.softcap else 0  # tanh keeps its result
     return tokens * model.vocab * (EAGER_LOGIT_BYTES + capped)
+
+
+def liger_chunks(model: Model, tokens: int) -> tuple[int, int]:
+    """(number, rows) of the chunks of Liger's fused loss (0.8.5), whose logits take about as much
+    memory as its input."""
+    rows = -(-tokens // -(-model.vocab // model.hidden))
+    rows = 1 << max(0, rows - 1).bit_length()
+    return -(-tokens // rows), rows
+
+
+def liger_loss_bytes(model: Model, tokens: int, training: Training) -> int:
+    """The gradients, and a chunk's logits, which become their gradient."""
+    _, rows = liger_chunks(model, tokens)
+    weight = 0 if training.lora else model.head_parameters
+    return training.element * (tokens * model.hidden + weight + min(rows, tokens) * model.vocab)
 
 
 def flce_loss_bytes(plan: flce.Plan) -> int:

@@ -9,7 +9,14 @@ import flce
 
 from .advice import Advice, Longest, Outcome, advise, small_memory
 from .gpus import Gpu, find_gpu
-from .memory import Peaks, Training, eager_loss_bytes, flce_loss_bytes, peaks
+from .memory import (
+    Peaks,
+    Training,
+    eager_loss_bytes,
+    flce_loss_bytes,
+    liger_loss_bytes,
+    peaks,
+)
 from .model import Model
 from .times import Times, times
 
@@ -23,8 +30,8 @@ RESERVED = 1 << 30
 class Estimate:
     """What `estimate` found; bytes and seconds.
 
-    eager, flce: the peaks of a step. plan: of flce's call. times: 0 where the GPU's rates are not
-    known. longest: tokens of the longest sequence whose step fits, one a step.
+    eager, flce, liger: the peaks of a step. plan: of flce's call. times: 0 where the GPU's rates
+    are not known. longest: tokens of the longest sequence whose step fits, one a step.
     usable: bytes of the GPU's memory that a step may take.
     """
 
@@ -35,6 +42,7 @@ class Estimate:
     plan: flce.Plan
     eager: Peaks
     flce: Peaks
+    liger: Peaks
     times: Times
     longest: Longest
     usable: int
@@ -74,11 +82,13 @@ def estimate(
 
     def plan_of(count: int, memory: int | str | None, **others: str) -> flce.Plan:
         options = {"dtype": training.dtype, "softcap": model.softcap, "max_memory": memory}
+        options["grad_weight"] = not training.lora
         return gpu.plan(count, model.hidden, model.vocab, **options, **others)
 
     plan = plan_of(tokens, max_memory)
     eager = peaks(model, tokens, training, eager_loss_bytes(model, tokens, training))
     fused = peaks(model, tokens, training, flce_loss_bytes(plan))
+    liger = peaks(model, tokens, training, liger_loss_bytes(model, tokens, training))
     taken = times(model, tokens, training, gpu, plan)
     usable = gpu.memory - min(RESERVED, gpu.memory // 8)
     single = replace(training, sequences=1)
@@ -87,12 +97,13 @@ def estimate(
         longest(
             lambda n: peaks(model, n, single, flce_loss_bytes(plan_of(n, max_memory))).peak, usable
         ),
+        longest(lambda n: peaks(model, n, single, liger_loss_bytes(model, n, single)).peak, usable),
     )
     less = small_memory(model)
     small = peaks(model, tokens, training, flce_loss_bytes(plan_of(tokens, less)))
-    added = plan_of(tokens, max_memory, accumulate_into="grad")
+    added = plan if training.lora else plan_of(tokens, max_memory, accumulate_into="grad")
     outcome = Outcome(
-        model, training, plan, eager, fused, small, less, added, taken, lengths, usable
+        model, tokens, training, plan, eager, fused, small, less, added, taken, lengths, usable
     )
     return Estimate(
         model=model,
@@ -102,6 +113,7 @@ def estimate(
         plan=plan,
         eager=eager,
         flce=fused,
+        liger=liger,
         times=taken,
         longest=lengths,
         usable=usable,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import flce
 
 from .gpus import Gpu
-from .memory import WIDE, Training, layer_bytes, mask_layers
+from .memory import WIDE, Training, layer_bytes, liger_chunks, mask_layers
 from .model import Model
 
 # Of an H200's nominal rates: what its GEMMs and row passes reach (benchmarks/predict.py: 347.2e12
@@ -30,6 +30,7 @@ class Times:
     layers: float
     eager_head: float
     flce_head: float
+    liger_head: float = 0.0
 
     @property
     def eager(self) -> float:
@@ -38,6 +39,10 @@ class Times:
     @property
     def flce(self) -> float:
         return self.layers + self.flce_head
+
+    @property
+    def liger(self) -> float:
+        return self.layers + self.liger_head
 
     def share(self, head: float) -> float:
         """The head's share of a step."""
@@ -53,11 +58,21 @@ def times(model: Model, tokens: int, training: Training, gpu: Gpu, plan: flce.Pl
     product = tokens * model.hidden * model.vocab / rate
     chunks = max(plan.chunks, 1), max(plan.backward_chunks, 1)
     products = plan.forward_gemms / chunks[0] + plan.backward_gemms / chunks[1]
+    gemms = 2 if training.lora else 3  # a frozen weight has no gradient
     return Times(
         layers=_layers(model, tokens, training, rate, moved, gpu.multiply_adds * slower),
-        eager_head=3 * product + _eager_passes(model, tokens, training) / moved,
+        eager_head=gemms * product + _eager_passes(model, tokens, training) / moved,
         flce_head=FLCE_GEMMS * products * product,
+        liger_head=gemms * product + _liger_passes(model, tokens, training) / moved,
     )
+
+
+def _liger_passes(model: Model, tokens: int, training: Training) -> int:
+    """Bytes that Liger's fused loss moves: of each chunk the logits, written, read twice, written
+    and read twice, and the weight's gradient, read and written."""
+    chunks, _ = liger_chunks(model, tokens)
+    weight = 0 if training.lora else 2 * chunks * model.head_parameters
+    return training.element * (6 * tokens * model.vocab + weight)
 
 
 def _eager_passes(model: Model, tokens: int, training: Training) -> int:
@@ -73,7 +88,9 @@ def _layers(
 ) -> float:
     """Of all layers: forward, backward, and with checkpointing a second forward."""
     forwards = 4 if training.checkpointing else 3
-    products = forwards * tokens * model.layers * model.layer_parameters / rate
+    # Of frozen matrices there is no gradient; those of adapters are small.
+    gemms = forwards - 1 if training.lora else forwards
+    products = gemms * tokens * model.layers * model.active_parameters / rate
     # Two products, the backward has 2.5 times as many multiply-adds. Causal: half of the pairs; a
     # mask leaves no pair out.
     masked = mask_layers(model, tokens, training)

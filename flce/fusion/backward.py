@@ -52,9 +52,9 @@ class HeadProduct(torch.autograd.Function):
 
 def _split(gradient, head_node):
     """(the LossBackwards that run at this node of a HeadProduct, the real sum of all other terms or
-    None). One gives the gradients by all of its paths together, so it runs where each path has
-    brought a term: where a hook has made that of one of two paths real, the other one's is made
-    real too."""
+    None). A LossBackward gives the sum of the gradients along all of its paths, so it runs only if
+    each path has brought a term. If a hook has read the gradient of one of two paths, which makes
+    it real, the term of the other path is computed as a real one too."""
     summands, head_call = gradient.summands, head_node.head_call
     terms_of = collections.Counter(term.loss_backward for term in summands.terms)
     loss_backwards = [
@@ -203,7 +203,7 @@ class LossOfLogits(torch.autograd.Function):
         loss_backward = LossBackward(ctx.value, gradient, ctx.head_calls, ctx.paths_to_heads)
         compute = functools.partial(ctx.replaced_call.compute_gradient, gradient)
         summands = Summands(deferred.head_call.device, [GradientTerm(loss_backward, compute)])
-        return None, None, None, GradientOfLogits(deferred.layout(), summands)
+        return None, None, None, GradientOfLogits(deferred.meta_tensor(), summands)
 
 
 class ReplacedCall:

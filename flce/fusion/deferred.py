@@ -51,7 +51,7 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(cls, deferred):
-        layout = deferred.layout_of
+        layout = deferred.layout
         options = {"strides": layout.strides, "storage_offset": layout.offset}
         options |= {"dtype": layout.dtype, "device": deferred.head_call.device}
         tensor = torch_private.make_wrapper_subclass(cls, layout.shape, **options)
@@ -147,14 +147,15 @@ def _handle(function, args, kwargs):
     require(deferred is not None and deferred.record is not None and deferred.is_pending())
     handler, arity = HANDLERS.get((deferred.record.form(), function), (None, None))
     require(handler is not None and (arity is None or (len(args) == arity and not kwargs)))
-    return with_graph(function, args, kwargs, lambda: handler(function, deferred, operands, kwargs))
+    handle = functools.partial(handler, function, deferred, operands, kwargs)
+    return handle_with_graph(function, args, kwargs, handle)
 
 
 def _deferred_tensors(args, kwargs):
     return [argument for argument in (*args, *kwargs.values()) if _is_deferred_tensor(argument)]
 
 
-def with_graph(function, args, kwargs, handle):
+def handle_with_graph(function, args, kwargs, handle):
     """What `handle()` returns for function(*args, **kwargs), as a function of the deferred Tensors
     among its arguments for autograd. Raises Unknown where the function has to be called itself."""
     operands = _deferred_tensors(args, kwargs)
@@ -227,8 +228,9 @@ device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device new_zer
 new_empty new_tensor __hash__ _is_view register_hook retain_grad""")
 _OF_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
 _OF_METADATA |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__}
-# It comes by the path that gradient.GradientOfLogits.__torch_function__ names, for a Tensor that
-# autograd has saved, but not below autograd: is_in_dispatch() does not tell.
+# A TorchDispatchMode calls aten.detach itself again for a Tensor that autograd has saved (see
+# gradient.GradientOfLogits.__torch_function__). That is not below autograd: is_in_dispatch() is
+# False.
 _OF_METADATA |= {torch.ops.aten.detach.default}
 
 
@@ -329,7 +331,7 @@ def _deferred_result(function, args, kwargs):
     if layout is not None:
         parent = deferred if function is _VIEW else None
         return DeferredLogits(EagerValue(deferred.head_call, None, layout, operation, parent))
-    meta_args, meta_kwargs = mapped(_layout_of, (operation.args, operation.kwargs))
+    meta_args, meta_kwargs = mapped(_meta_tensor_of, (operation.args, operation.kwargs))
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     meta_results = function(*meta_args, **meta_kwargs)
@@ -353,11 +355,12 @@ def _known_layout(function, deferred, record, tensors, args, kwargs):
     if record is None:
         return None
     is_of_rows = function in _SAME_LAYOUT and _are_contiguous_rows(record, tensors, kwargs)
+    # With a real Tensor among the arguments, an index or a vector, the result is new memory.
     if is_of_rows or function in _SOFTMAXES or not all(map(_is_deferred_tensor, tensors)):
-        dtype = deferred.layout_of.dtype if is_of_rows and len(tensors) == 1 else record.dtype
+        dtype = deferred.layout.dtype if is_of_rows and len(tensors) == 1 else record.dtype
         return Layout.contiguous(record.shape, dtype)
-    if function is _VIEW and _is_whole_view(deferred.layout_of, record, args[1]):
-        return Layout.contiguous(record.shape, deferred.layout_of.dtype)
+    if function is _VIEW and _is_whole_view(deferred.layout, record, args[1]):
+        return Layout.contiguous(record.shape, deferred.layout.dtype)
     return None
 
 
@@ -365,8 +368,8 @@ def _nests_tensors(value):
     return type(value) in (list, tuple) and any(isinstance(x, torch.Tensor) for x in value)
 
 
-def _layout_of(value):
-    return value.layout() if isinstance(value, DeferredValue) else value
+def _meta_tensor_of(value):
+    return value.meta_tensor() if isinstance(value, DeferredValue) else value
 
 
 def _by_value(value):
@@ -380,7 +383,7 @@ def _are_contiguous_rows(record, operands, options):
     """Whether an operator of _SAME_LAYOUT gives contiguous values of the record's shape. A step may
     be several operators, and the record has the shape after the last one: `reshape` of rows with
     gaps is a clone, in the shape of its operand, and then a view."""
-    layouts = [tensor._flce.layout_of for tensor in operands if _is_deferred_tensor(tensor)]
+    layouts = [tensor._flce.layout for tensor in operands if _is_deferred_tensor(tensor)]
     is_copy = options.get("memory_format") is torch.contiguous_format
     return all(
         tuple(layout.shape) == tuple(record.shape) and (is_copy or layout.is_contiguous())

@@ -56,21 +56,21 @@ class Operation(typing.NamedTuple):
 
 
 class EagerValue(DeferredValue):
-    """One of an eager call, with the Operation that computes it, None for a head's
-    product. layout_of: the Layout of the real value; meta: a meta tensor of that, if there is one.
-    parent: the value that a view shares its memory with. has_gradient: whether the deferred
-    Tensor requires grad. head_calls: those that the value comes from."""
+    """One of an eager call, with the Operation that computes it, None for a head's product. layout:
+    the Layout of the real value; meta: what meta_tensor() returns, once that exists. parent: the
+    value that a view shares its memory with. has_gradient: as in values.py, set before a handler
+    runs. head_calls: those that the value comes from."""
 
     def __init__(self, head_call, record, layout, operation=None, parent=None):
         super().__init__(head_call, record, parent)
-        self.layout_of, self.operation, self.meta = layout, operation, None
+        self.layout, self.operation, self.meta = layout, operation, None
         self.head_calls, self.has_gradient = (head_call,), False
         self.memory = Memory() if parent is None else parent.memory
 
-    def layout(self):
-        """A meta tensor with the layout of the real value."""
+    def meta_tensor(self):
+        """A tensor on the meta device with the layout of the real value."""
         if self.meta is None:
-            layout = self.layout_of
+            layout = self.layout
             with torch_private.without_dispatch_modes():
                 options = {"dtype": layout.dtype, "device": "meta"}
                 self.meta = torch.empty_strided(layout.shape, layout.strides, **options)

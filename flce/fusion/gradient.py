@@ -91,9 +91,9 @@ class GradientOfLogits(torch.Tensor):
         args, kwargs = (args, kwargs or {})
         if function in torch_private.OF_MEMORY:
             args, kwargs = mapped(_real, (args, kwargs))
-        # Python code has called it; or, with a TorchDispatchMode on, an operator of autograd's own
-        # came to the mode's __torch_dispatch__, which has called it again and so come here. That
-        # runs below autograd, and is_of_python stays False.
+        # Two callers come here: Python code; and, with a TorchDispatchMode on, the mode's
+        # __torch_dispatch__, which calls an operator of autograd's own again. The latter is below
+        # autograd: then is_of_python is False.
         before, _state.is_of_python = _state.is_of_python, not torch_private.is_in_dispatch()
         try:
             with torch_private.without_torch_function():
@@ -189,7 +189,7 @@ def mark_steps(value, operands):
 
 
 def _is_in_step():
-    """Whether the backward of a step runs: what that does to a gradient is linear."""
+    """Whether the backward of a step runs. It is linear in the gradient."""
     return not _state.is_of_python and is_step(torch_private.running_node())
 
 
@@ -223,8 +223,9 @@ class _LinearOperator(typing.NamedTuple):
 
 
 def _pass_on(function, args, kwargs):
-    """The gradients of a step's operands, where the operator `function` of its backward makes them:
-    each term passes it on its own."""
+    """What `function`, an operator in the backward of a step, makes of the gradients without values
+    among its arguments. It is linear in them, so it acts on each of their terms apart: a term of
+    the result runs it, when it is computed, on the term that it comes from."""
     gradients = instances_in(GradientOfLogits, (args, kwargs))
     device = gradients[0].summands.device
     linear = _LinearOperator(function, *mapped(_by_deferred_value, (args, kwargs)))
@@ -276,13 +277,13 @@ class _Like(typing.NamedTuple):
 def _meta_of(function, args, kwargs):
     """The result on the meta device."""
 
-    def layout(argument):
+    def meta(argument):
         if isinstance(argument, DeferredValue):
-            return argument.layout()
+            return argument.meta_tensor()
         if isinstance(argument, torch.Tensor):
             with torch_private.without_torch_function():
                 return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
     with torch_private.without_dispatch_modes():
-        return function(*mapped(layout, args), **mapped(layout, kwargs))
+        return function(*mapped(meta, args), **mapped(meta, kwargs))

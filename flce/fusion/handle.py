@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-import warnings
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ from typing_extensions import Self, Unpack
 
 from .. import composite, torch_private
 from ..options import FuseOptions, check_names, defaults, show_options
-from ..validate import refuse
+from ..validate import refuse, warn
 from . import head as heads
 from . import steps
-from .reentry import enclosing_of, fusion_in
+from .reentry import enclosing_of, own_fusion
 
+logger = logging.getLogger("flce")
 _When = Literal["labels", "always"]
 _OPTIONS = defaults(FuseOptions)  # the others follow from the model's own call of the loss
 _MAX_RECORDS = 16  # kinds of losses counted apart: a scale that changes is another each step
@@ -98,7 +99,7 @@ class Fusion:
         """[(name, the head's Module, its nn.Linears)]"""
         linears_by_head = {}
         for linear in self.linears:
-            if fusion_in(linear) is self:
+            if own_fusion(linear) is self:
                 head = linear._flce_name, enclosing_of(linear)
                 linears_by_head.setdefault(head, []).append(linear)
         return [(*head, linears) for head, linears in linears_by_head.items()]
@@ -134,17 +135,17 @@ class Fusion:
             linears = (
                 [module] if isinstance(module, nn.Linear) else heads.linears_of(self.model, module)
             )
-            if all(fusion_in(x) is self and enclosing_of(x) is module for x in linears):
+            if all(own_fusion(x) is self and enclosing_of(x) is module for x in linears):
                 continue
             for other, head, before in self.attached():
                 if other == name:
                     heads.detach(head, before)
-            for copied in [m for m in module.modules() if fusion_in(m) is not None]:
+            for copied in [m for m in module.modules() if own_fusion(m) is not None]:
                 heads.detach(copied, [copied])  # by PEFT, with a Fusion of its own
             if reason := heads.attach(self, name, module):
                 self._places.remove(place)
                 self._is_attached = bool(self._places)
-                self.fall_back(f"{name} was replaced after flce.fuse: {reason}")
+                self.note_fall_back(f"{name} was replaced after flce.fuse: {reason}")
 
     def _begin(self, positions, model, args, kwargs):
         if model is self.model and self._label_stack:
@@ -171,7 +172,7 @@ class Fusion:
             return
         self._guard_graph()
         if self._has_missed_head():
-            self.fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
+            self.note_fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
 
     def _needs_no_labels(self):
         """With when="always" under torch.compile, which forbids side effects in a checkpoint."""
@@ -203,9 +204,10 @@ class Fusion:
         if self.losses or self.fallbacks or not self._is_attached:
             return
         if self._gave_logits:
-            self.fall_back(f"{self._heads()} was called without labels in training", _UNLABELLED)
+            reason = f"{self._heads()} was called without labels in training"
+            self.note_fall_back(reason, _UNLABELLED)
         elif self._model_was_called:
-            self.fall_back(f"training did not call {self._heads()}", _NOT_CALLED)
+            self.note_fall_back(f"training did not call {self._heads()}", _NOT_CALLED)
 
     def remove(self) -> None:
         """Gives the Modules their classes back. Deferred logits that are still held can be read."""
@@ -243,8 +245,9 @@ class Fusion:
         self._guard_graph()
         self._count_read(name)
 
-    def fall_back(self, reason, consequence="the loss is computed from all logits"):
-        """flce computes no loss because of `reason`: a warning the first time; strict: an error."""
+    def note_fall_back(self, reason, consequence="the loss is computed from all logits"):
+        """Counts that flce computes no loss because of `reason`, and warns of it the first time;
+        strict: raises. Returns None, which callers return as "real logits are needed"."""
         if self._strict:
             raise RuntimeError(f"flce.fuse: strict=True: {reason}")
         self._guard_graph()
@@ -281,6 +284,12 @@ class Fusion:
 
     def _count_loss(self, key):
         name = steps.describe(key)
+        if not self.losses:
+            logger.info(
+                "flce.fuse: %s: first loss without logits (steps after the head: %s)",
+                self._model_name,
+                name,
+            )
         is_new = name not in self.losses and len(self.losses) >= _MAX_RECORDS
         self.losses["other steps" if is_new else name] += 1
 
@@ -290,10 +299,9 @@ class Fusion:
     def _count_fall_back(self, reason, consequence):
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
-            warnings.warn(
+            warn(
                 f"flce.fuse: {self._model_name}: {reason}: {consequence}; "
-                "flce.explain(model) lists such reasons",
-                stacklevel=3,
+                "flce.explain(model) lists such reasons"
             )
 
     for _function in (_fuse_replacements, _note_call, _note_head, _has_missed_head):
@@ -343,16 +351,15 @@ def _heads_to_fuse(model, head):
             f"the weight of an nn.Embedding {heads.BY_HAND}"
         )
     for name, module in named_heads:
-        while (fusion := heads.fusion_of(module)) is not None:
+        while (fusion := heads.find_fusion_in(module)) is not None:
             if fusion.model is model:
                 raise ValueError(
                     f"flce.fuse: {name}: it is fused already; call remove() of that handle first"
                 )
             if not _are_nested(model, fusion.model):
-                warnings.warn(
+                warn(
                     f"flce.fuse: {name} belongs to another model, {type(fusion.model).__name__}, "
-                    "too, which is not fused any more",
-                    stacklevel=3,
+                    "too, which is not fused any more"
                 )
             fusion.remove()
     return named_heads
@@ -383,8 +390,10 @@ def fuse(
             than None). "always": in every call of the head, for loops with losses of their own.
         strict: a RuntimeError in place of each warning that logits are made for a loss.
         **options: accum_dtype, logits_dtype, save, max_memory, accumulate_into, gradient,
-            gradient_eps, z_loss, valid_bound. Losses for each row drop save="grads"; log p, lse,
-            entropies and divergences z_loss and valid_bound, lse and entropies gradient too.
+            gradient_eps, z_loss, valid_bound. Ignored: save="grads" where the loss is per row;
+            z_loss and valid_bound for log p, lse, entropies and divergences; gradient also for lse,
+            entropies and log p of several classes; for divergences also logits_dtype, and save
+            unless it is "stats".
 
     Raises:
         TypeError: the model is no nn.Module, or an option of another name.
@@ -413,7 +422,9 @@ def fuse(
         if strict:
             fusion.remove()
             raise ValueError(f"flce.fuse: strict=True: {name}: {reason}")
-        warnings.warn(f"flce.fuse: {name} is not fused: {reason}", stacklevel=2)
+        warn(f"flce.fuse: {name} is not fused: {reason}")
+    for name, _, _ in fusion.attached():
+        logger.info("flce.fuse: %s: head %s is fused, when=%r", type(model).__name__, name, when)
     return fusion
 
 
@@ -434,14 +445,14 @@ class Explanation:
     summary: str
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, fusion = type(model).__name__, heads.fusion_of(model)
+        self.model, fusion = type(model).__name__, heads.find_fusion_in(model)
         self.is_fused = fusion is not None
         known = {module: name for name, module in heads.heads_of(model)}
         for name, module, _ in fusion.attached() if self.is_fused else ():
             known.setdefault(module, name)
         self.heads, self.refused = [], []
         for module, name in known.items():
-            reason = None if heads.fusion_of(module) else heads.why_not(model, module)
+            reason = None if heads.find_fusion_in(module) else heads.why_not(model, module)
             entries = self.refused if reason else self.heads
             entries.append((name, reason or _composition(module)))
         refused = getattr(fusion, "refused", ())  # head= may name what heads_of does not find

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from .. import torch_private
 from ..validate import function_transforms_are_on, is_dtensor, refuse
 from . import deferred, reentry, replacements, steps, traced
-from .reentry import enclosing_of, foreign_hook, fusion_in
+from .reentry import enclosing_of, foreign_hook, own_fusion
 from .sharded import gathering_linears
 from .values import HeadCall, Snapshot, TracedValue
 
@@ -45,10 +45,10 @@ class RequestMixin:
     def __setstate__(self, state):
         """Of a copy: what encloses an nn.Linear is restored after it."""
         super().__setstate__(state)
-        if (fusion := fusion_in(self)) is not None and fusion.is_attached():
+        if (fusion := own_fusion(self)) is not None and fusion.is_attached():
             fusion.linears[self] = None
         for linear in self.modules():
-            if fusion_in(linear) is not None:
+            if own_fusion(linear) is not None:
                 linear._flce_enclosing = weakref.ref(self)
 
 
@@ -60,7 +60,7 @@ class DeferringMixin(RequestMixin):
         fusion = self._flce_fusion
         if not is_compiling() and "forward" in self.__dict__ and not is_standard_linear(self):
             if len(args) == 1 and fusion.is_to_defer():
-                fusion.fall_back("the head's forward was replaced")
+                fusion.note_fall_back("the head's forward was replaced")
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
@@ -88,7 +88,7 @@ def _deferred_tensor(linear, args, kwargs):
     if isinstance(x, torch.Tensor) and (x.is_meta or not x.is_floating_point() or x.dim() == 0):
         return None
     if reason := _unsupported_call(linear, x):
-        return fusion.fall_back(reason)
+        return fusion.note_fall_back(reason)
     weight, bias = linear.weight, linear.bias
     if not is_compiling() and is_dtensor(weight) and "_flce_gathers" not in linear.__dict__:
         return None  # sharded outside of the hooks: nn.Linear says so
@@ -175,8 +175,9 @@ def _rebuilt(base, mixin):
 
 
 def _set_class(module, new):
-    """Python looks __call__ up in the class, and a deferred call returns before the hooks that
-    nn.Module.__call__ runs: an attribute `forward` of the Module would come too late."""
+    """Sets the Module's class, in which Python looks `__call__` up. The `forward` of the new class
+    runs inside the Module's hooks, and an attribute `forward` of the instance, which accelerate
+    sets, still comes before it."""
     module.__class__ = new
     if "_old_forward" in module.__dict__:
         # accelerate's hook, which is `forward` of the instance, calls this one.
@@ -224,9 +225,9 @@ def is_standard_linear(module):
     return forward in (nn.Linear.forward, DeferringMixin.forward) and not is_replaced
 
 
-def fusion_of(model):
+def find_fusion_in(model):
     """The Fusion of the first head in `model` that is fused; None if there is none."""
-    fusions = map(fusion_in, model.modules())
+    fusions = map(own_fusion, model.modules())
     return next((fusion for fusion in fusions if fusion is not None and fusion.is_attached()), None)
 
 
@@ -270,7 +271,7 @@ def linears_of(model, head):
 def why_not(model, head):
     """Why the products of `head` cannot be deferred; None if they can."""
     linears = linears_of(model, head)
-    if fusion_of(head) is not None:  # by this call: fuse refuses what was fused before it
+    if find_fusion_in(head) is not None:  # by this call: fuse refuses what was fused before it
         return "its nn.Linear belongs to another head of this model"
     if isinstance(head, nn.Embedding):
         return f"it is an nn.Embedding, whose weight the model multiplies by: {BY_HAND}"

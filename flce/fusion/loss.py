@@ -40,19 +40,19 @@ def _unsupported(record, fuse_options, has_probabilities=False):
 
 def _run_in_heads(deferred, record, run):
     """run(sources of the record), inside the Modules of the heads and in the modes of the head's
-    call. Unknown where it gives None, which means that real logits are needed."""
+    call. Raises Unknown where `run` returns None, which means that real logits are needed."""
     head_call = deferred.head_call
     head_call.check(compares_samples=False)
     with head_call.entered(deferred.wants_gradient()):
         result = inside(record.sources, run)
-    head_call.loss_is_done = head_call.loss_is_done or result is None
+    head_call.loss_is_settled = head_call.loss_is_settled or result is None
     require(result is not None)
     return result
 
 
 def _cross_entropy_by_flce(deferred, record, target, options, dropped=()):
     """linear_cross_entropy of the record's logits, with the options of flce.fuse but those that
-    `dropped` names. Unknown, and told, where flce cannot compute it."""
+    `dropped` names. Where flce cannot compute it: notes a fall-back and raises Unknown."""
     head_call = deferred.head_call
     if options["reduction"] == "none" and head_call.fusion.options.get("save") == "grads":
         dropped = (*dropped, "save")
@@ -61,13 +61,13 @@ def _cross_entropy_by_flce(deferred, record, target, options, dropped=()):
     def run(sources):
         received, has_probabilities = record.changed(sources=sources), target.is_floating_point()
         if reason := _unsupported(received, fuse_options, has_probabilities):
-            return head_call.fusion.fall_back(reason)
+            return head_call.fusion.note_fall_back(reason)
         dtype = head_call.product_dtype(sources[0].x)
-        cuts_weight = has_probabilities or options.get("weight") is not None
-        x, weight, bias, derived = steps.operands(received, dtype, cuts_weight)
+        needs_slice = has_probabilities or options.get("weight") is not None
+        x, weight, bias, derived = steps.operands(received, dtype, needs_slice)
         is_cut = weight.requires_grad and not weight.is_leaf
         if is_cut and sources[0].parameters()[0].is_leaf and fuse_options.get("accumulate_into"):
-            return head_call.fusion.fall_back(
+            return head_call.fusion.note_fall_back(
                 "accumulate_into does not serve a slice of the classes"
             )
         arguments = {"linear_bias": bias, **derived, **options, **fuse_options}
@@ -91,16 +91,16 @@ def cross_entropy(function, deferred, args, kwargs):
     if is_second := record.form() == steps.SECOND:
         batch, classes, length = record.shape
         require(target.shape == (batch, length))
-        record = record.changed(tail=record.tail[:-1], shape=(batch, length, classes))
+        record = record.changed(form_steps=record.form_steps[:-1], shape=(batch, length, classes))
         record, target = record.of_rows(lambda x: x.flatten(0, 1)), target.flatten()
-    require(len(record.shape) <= 2 and record.factor() == 1 and (record.tail or not is_nll))
+    require(len(record.shape) <= 2 and record.factor() == 1 and (record.form_steps or not is_nll))
     has_probabilities = target.is_floating_point() and not is_nll
     require(has_probabilities or target.dtype == torch.int64)
     require(tuple(target.shape) == record.shape[: None if has_probabilities else -1])
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     options = {name: arguments[name] for name in names if name in arguments}
     loss = _cross_entropy_by_flce(deferred, record, target, options)
-    head_call.loss_is_done = True
+    head_call.loss_is_settled = True
     is_cast = record.dtype != torch.float64 and torch.is_autocast_enabled(head_call.device.type)
     loss = loss.to(torch.float32 if is_cast else record.dtype)
     return loss.view(batch, length) if is_second and loss.dim() else loss
@@ -138,7 +138,7 @@ def statistic(deferred, record, name, target=None):
         if key is not None:
             statistics[key] = requested
     rows.statistics.update(statistics if grad else {**statistics, **rows.statistics})
-    head_call.loss_is_done = head_call.loss_is_done or target is not None
+    head_call.loss_is_settled = head_call.loss_is_settled or target is not None
     return requested
 
 
@@ -176,7 +176,7 @@ def kl_elements(deferred, target, dtype, _):
 def kl_sum(record, reduction):
     """The sum of `kl_elements` over the classes, of each row or of all ("none" or "sum"). A target
     with a gradient is the student."""
-    step = next(step for step in record.tail if step.kind == steps.KL)
+    step = next(step for step in record.form_steps if step.kind == steps.KL)
     (student, teacher), name = step.compute.args[:2], "forward_kl"  # arguments of `kl_elements`
     if teacher.has_gradient:
         student, teacher, name = teacher, student, "reverse_kl"
@@ -209,7 +209,7 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
         reasons += ["a divergence of an adapter" for r in received if len(r.sources) > 1]
         reasons += ["teacher and student of other dtypes"] * (dtypes[0] != dtypes[1])
         if reason := next(filter(None, reasons), None):
-            return fusion.fall_back(reason)
+            return fusion.note_fall_back(reason)
         x, weight, bias, derived = steps.operands(received[0], dtypes[0], True)
         x_t, weight_t, bias_t, derived_t = steps.operands(received[1], dtypes[1], True)
         numbers = {f"teacher_{k}": v for k, v in derived_t.items()} | derived | fuse_options
@@ -221,6 +221,6 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
         return loss
 
     teacher.head_call.check(compares_samples=False)
-    student.head_call.loss_is_done = teacher.head_call.loss_is_done = True
+    student.head_call.loss_is_settled = teacher.head_call.loss_is_settled = True
     run_in_teacher = lambda s: inside(teacher.record.sources, lambda t: run(s, t))  # noqa: E731
     return _run_in_heads(student, student.record, run_in_teacher)

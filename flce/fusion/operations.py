@@ -49,28 +49,30 @@ _DIVISIONS = {torch.Tensor.div, torch.div, torch.Tensor.true_divide, torch.true_
 def _scale(function, deferred, args, kwargs):
     record, number = deferred.record, args[1] if len(args) > 1 else -1
     if (other := deferred_value_of(number)) is not None and function not in _DIVISIONS:
-        return _product(deferred, other)
+        return _product_with_p(deferred, other)
     # Plain types first: asking an abstract class takes several times as long.
     require(isinstance(number, (int, float, numbers.Real)) and not isinstance(number, bool))
     factor = float(number)
     if function in _DIVISIONS:
         factor = 1 / factor if factor else math.inf
-    require(steps.is_scale(factor, record.tail or record.steps))
+    require(steps.is_scale(factor, record.form_steps or record.steps))
     compute = (lambda z: function(z, number)) if len(args) > 1 else function
     return deferred.then(record.then(steps.SCALE, factor, compute))
 
 
-def _product(deferred, other):
-    """p log p or p z, where the gradient goes through both factors or through neither."""
+def _product_with_p(deferred, other):
+    """p log p or p z of the same logits, where the gradient goes through both factors or through
+    neither."""
     left, right = deferred.record, other.record
     form = _PRODUCTS.get(frozenset((left.form(), right.form())))
     require(form and left.rows.statistics is right.rows.statistics)
     require(steps.hashable_steps(left) == steps.hashable_steps(right))
     require(other.is_pending() and deferred.has_gradient == other.has_gradient)
-    compute = lambda z: steps.apply_steps(left.tail, z) * steps.apply_steps(right.tail, z)  # noqa: E731
+    both = left.form_steps, right.form_steps
+    compute = lambda z: steps.apply_steps(both[0], z) * steps.apply_steps(both[1], z)  # noqa: E731
     step = steps.Step(form, left.factor() * right.factor(), compute)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    return deferred.then(left.changed(tail=(step,), dtype=dtype))
+    return deferred.then(left.changed(form_steps=(step,), dtype=dtype))
 
 
 @handles(" ".join(steps.CAPS), 1)
@@ -105,7 +107,7 @@ def _sum_of_products(deferred, other):
     left, right = deferred.record, other.record
     left_call, right_call = deferred.head_call, other.head_call
     linears = {id(source.linear) for source in (*left.sources, *right.sources)}
-    kinds = steps.kinds((*left.steps, *right.steps, *right.tail))
+    kinds = steps.kinds((*left.steps, *right.steps, *right.form_steps))
     require(other.is_pending() and left.shape == right.shape and kinds <= {steps.SCALE, steps.CAST})
     require(len(linears) == len(left.sources) + len(right.sources))
     # Both with their gradients, or neither.
@@ -113,7 +115,7 @@ def _sum_of_products(deferred, other):
         operand.head_call.requires_grad and not operand.has_gradient
         for operand in (deferred, other)
     ]
-    require(cut[0] == cut[1] and left_call.grad == right_call.grad)
+    require(cut[0] == cut[1] and left_call.grad_mode == right_call.grad_mode)
     require(left_call.autocast == right_call.autocast)
     require(torch.float64 not in (left.dtype, right.dtype) or left.dtype == right.dtype)
     sources = [
@@ -148,12 +150,12 @@ def _cast(function, deferred, args, kwargs):
 
 @handles("contiguous clone detach", 1, _ROWS)
 def _copy(function, deferred, args, kwargs):
-    if function is torch.Tensor.contiguous and deferred.layout().is_contiguous():
+    if function is torch.Tensor.contiguous and deferred.meta_tensor().is_contiguous():
         return args[0]
     if function not in (torch.detach, torch.Tensor.detach):
         # Autograd keeps the values of a softmax: a copy may be written to.
         copy_record = deferred.record.then(steps.CAST, deferred.record.dtype, torch.clone)
-        return deferred.then(copy_record if deferred.record.tail else deferred.record)
+        return deferred.then(copy_record if deferred.record.form_steps else deferred.record)
     # With when="labels" who detaches logits may keep them, to read them after a step.
     require(deferred.head_call.fusion.when == "always" or not torch.is_grad_enabled())
     with torch.no_grad():
@@ -165,17 +167,17 @@ def _reshape(function, deferred, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = deferred.record, deferred.record.shape
     require(old[-1])  # without classes a shape does not tell where they are
-    layout = deferred.layout()
-    result = function(layout, *args[1:], **kwargs)
+    meta = deferred.meta_tensor()
+    result = function(meta, *args[1:], **kwargs)
     require(result.dtype == record.dtype)
     shape = tuple(result.shape)
     # While torch.compile traces, writes to logits make them first: nothing has to be shared.
-    is_view = layout.is_contiguous() or (not is_compiling() and result._is_view())
+    is_view = meta.is_contiguous() or (not is_compiling() and result._is_view())
     view = (lambda z: z.view(shape)) if is_view else None
     if shape[-1:] == old[-1:]:
         record = record.of_rows(lambda x: x.reshape(*shape[:-1], x.shape[-1]))
     else:
-        require(is_view and not record.tail and len(shape) > 2 and shape[:-2] == old[:-1])
+        require(is_view and not record.form_steps and len(shape) > 2 and shape[:-2] == old[:-1])
         require(shape[-2] * shape[-1] == old[-1])  # with no rows other shapes would do
         record = record.then(SPLIT, 1, view, shape=shape)
     return deferred.then(record, view)
@@ -193,8 +195,8 @@ def _transpose(function, deferred, args, kwargs):
 
 
 def _split_index(index, dims):
-    """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Unknown where a
-    part of the index is not known or the classes' dimension moves."""
+    """(index of the rows, slice of the classes) for a tensor of `dims` dimensions. Raises Unknown
+    where a part of the index is not known or the classes' dimension moves."""
     index, unindexed = index if isinstance(index, tuple) else (index,), dims
     for item in index:
         if isinstance(item, torch.Tensor) and deferred_value_of(item) is None:
@@ -221,7 +223,7 @@ def _select(function, deferred, args, kwargs):
         require(all(isinstance(item, slice) for item in rows) and class_range.step == 1)
         first, rows = range(groups)[group] * size, tuple(rows)
         class_range = range(first + class_range.start, first + class_range.stop)
-        record = record.changed(tail=(), shape=(*shape, groups * size))
+        record = record.changed(form_steps=(), shape=(*shape, groups * size))
     tensors = [item for item in rows if isinstance(item, torch.Tensor)]
     # A view for an integer; bytes are a mask.
     require(all(item.dim() > 0 and item.dtype != torch.uint8 for item in tensors))
@@ -231,7 +233,7 @@ def _select(function, deferred, args, kwargs):
         record = record.of_rows(lambda x: x[rows])
     if len(class_range) < record.shape[-1]:
         start, stop = class_range.start, class_range.stop
-        require(class_range.step == 1 and start < stop and not record.tail)
+        require(class_range.step == 1 and start < stop and not record.form_steps)
         shape, compute = (*record.shape[:-1], len(class_range)), lambda z: z[..., start:stop]
         record = record.then(steps.CLASSES, (start, stop), compute, shape=shape)
     return deferred.then(record, None if tensors else lambda z: z[index])
@@ -242,7 +244,7 @@ def _pieces_of_first_dimension(function, deferred, args, kwargs):
     record, at = deferred.record, 2 if function.__name__ in ("split", "chunk") else 1
     require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))
     stop, pieces = 0, []
-    for piece in function(deferred.layout(), *args[1:], **kwargs):
+    for piece in function(deferred.meta_tensor(), *args[1:], **kwargs):
         is_row = piece.dim() < len(record.shape)
         first, stop = stop, stop + (1 if is_row else len(piece))
         select = operator.itemgetter(first if is_row else slice(first, stop))
@@ -344,7 +346,7 @@ def _kl_div(function, deferred, args, kwargs):
 def _argmax(function, deferred, args, kwargs):
     """After a loss alone: rounded logits may be equal, which changes what is generated."""
     arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
-    require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_done)
+    require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_settled)
     deferred.head_call.check(compares_samples=True)
     with torch.no_grad():
         values = loss.statistic(deferred, deferred.record, "predictions")

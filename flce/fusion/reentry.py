@@ -32,8 +32,9 @@ def foreign_hook(module):
     return None
 
 
-def fusion_in(module):
-    """The Fusion for which a Module makes logits; None if it does not."""
+def own_fusion(module):
+    """The Fusion for which this Module itself makes logits, whatever the Modules in it do; None if
+    it makes none."""
     return module.__dict__.get("_flce_fusion")
 
 
@@ -44,10 +45,11 @@ def enclosing_of(linear):
 
 
 class Request:
-    """work(sources) to run inside the hooks of Modules, [(Module, x)], one in the other. Each is
-    called as module(x, request); its forward (`head.RequestMixin`) calls request.run(module, x).
-    Hooks that cast or move the tensors among the arguments of a Module leave an object of this
-    class alone, but may cast or move x, so `run` stores the x that the Module received."""
+    """Runs work(sources) inside the hooks of `modules`, [(Module, x)], the first one's outermost.
+    Each is called as module(x, request); its forward (`head.RequestMixin`) calls
+    request.run(module, x). Hooks that cast or move the tensors among the arguments of a Module
+    leave an object of this class alone, but may cast or move x, so `run` stores the x that the
+    Module received."""
 
     def __init__(self, sources, modules, work):
         self.sources, self.waiting, self.work = list(sources), modules, work
@@ -66,10 +68,11 @@ class Request:
 
 def modules_of(sources):
     """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None if
-    one is not fused any more, or has got a hook, which would act on what is no output of it."""
+    one of them is not fused any more, or has got a hook of the user's, which would take for the
+    Module's output what is none."""
     callers = {}
     for linear, x, *_ in sources:
-        if fusion_in(linear) is None:
+        if own_fusion(linear) is None:
             return None
         for module in (enclosing_of(linear), linear):
             if id(module) not in callers and foreign_hook(module):
@@ -113,8 +116,8 @@ def inside(sources, work):
 
 
 def _modules_that_gather(sources):
-    """As `modules_of`, where hooks of DeepSpeed act around a head."""
-    linears = [s.linear for s in sources if fusion_in(s.linear) is not None]
+    """`modules_of` the sources if hooks of DeepSpeed act around one of the heads; else None."""
+    linears = [s.linear for s in sources if own_fusion(s.linear) is not None]
     return modules_of(sources) if any(map(is_gathered, linears)) else None
 
 
@@ -157,7 +160,7 @@ def is_freed_after_forward(linear):
     from torch.distributed.fsdp import ShardingStrategy
 
     frees = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
-    model = fusion_in(linear).model
+    model = own_fusion(linear).model
     units = [unit for unit in Unit.fsdp_modules(model) if unit is not model]
     return any(
         unit.sharding_strategy in frees and any(module is linear for module in unit.modules())
@@ -168,7 +171,7 @@ def is_freed_after_forward(linear):
 def _unit_of(linear):
     """The innermost Module around an nn.Linear, or itself, that FSDP2 manages; None without."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    model = linear._flce_fusion.model if fusion_in(linear) is not None else None
+    model = linear._flce_fusion.model if own_fusion(linear) is not None else None
     kind = getattr(fsdp, "FSDPModule", ())
     around = [m for m in (linear,) if isinstance(m, kind)]
     for module in () if around or model is None else model.modules():

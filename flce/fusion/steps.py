@@ -14,9 +14,16 @@ SCALE, BIAS, CLASSES, CAST = "scale", "bias", "classes", "cast"
 # Curves that cap the logits: {torch's function: the option whose value is `cap` in
 # cap curve(z / cap)}; the name is also the kind of the step.
 CAPS = {"tanh": "softcap"}
-# What values are, where they are not logits z with the classes last: of p = softmax(z); (B, V, T)
-# for F.cross_entropy; (..., groups, V / groups), with a loss for each group.
-FORMS = ("log p", "p", "p log p", "p z", "classes second", "classes split", "kl")
+# What values are, where they are not logits z of shape (..., V), the classes last; p = softmax(z).
+FORMS = (
+    "log p",  # (..., V)
+    "p",  # (..., V)
+    "p log p",  # (..., V)
+    "p z",  # (..., V)
+    "classes second",  # (B, V, T): logits or log p, as F.cross_entropy takes them
+    "classes split",  # (..., groups, V / groups): logits, with a loss for each group
+    "kl",  # (..., V): the elements of F.kl_div of two heads
+)
 LOG_P, P, P_LOG_P, P_Z, SECOND, SPLIT, KL = FORMS
 
 
@@ -25,6 +32,7 @@ class Unknown(Exception):
 
 
 def require(is_known):
+    """Raises Unknown unless `is_known`."""
     if not is_known:
         raise Unknown
 
@@ -124,15 +132,16 @@ def _is_same(target, other):
 
 
 class Record(typing.NamedTuple):
-    """The sum of the sources, and the steps after it: those that make logits, and `tail`, from a
-    softmax on. shape (..., V) and dtype are the result's."""
+    """The sum of the sources, and what was done to it: `steps`, which make logits, then
+    `form_steps`, from the first step on whose kind is one of FORMS. shape and dtype are the
+    result's."""
 
     sources: tuple
     steps: tuple
     shape: tuple
     dtype: torch.dtype
     rows: Rows
-    tail: tuple = ()
+    form_steps: tuple = ()
 
     def changed(self, **fields):
         """torch 2.11's compiler loses the class of what _replace returns."""
@@ -141,8 +150,8 @@ class Record(typing.NamedTuple):
     def then(self, *step, dtype=None, shape=None):
         step = Step(*step)
         result = {"dtype": dtype or self.dtype, "shape": shape or self.shape}
-        if self.tail or step.kind in FORMS:
-            return self.changed(tail=(*self.tail, step), **result)
+        if self.form_steps or step.kind in FORMS:
+            return self.changed(form_steps=(*self.form_steps, step), **result)
         if step.kind == CAST:
             rows = self.rows
         elif step.kind == SCALE:
@@ -163,11 +172,11 @@ class Record(typing.NamedTuple):
 
     def form(self):
         """One of FORMS; None for logits."""
-        return ([None] + [step.kind for step in self.tail if step.kind in FORMS])[-1]
+        return ([None] + [step.kind for step in self.form_steps if step.kind in FORMS])[-1]
 
     def factor(self):
         """By what number the values of the form are multiplied."""
-        return math.prod([step.value for step in self.tail if step.kind != CAST])
+        return math.prod([step.value for step in self.form_steps if step.kind != CAST])
 
 
 def kinds(steps):
@@ -179,8 +188,8 @@ def is_capped(steps):
 
 
 def is_scale(factor, steps):
-    """Whether logits with these steps may be scaled by `factor`: not by 0; after a curve it is the
-    cap, which is positive."""
+    """Whether logits with these steps may be scaled by `factor`: not by 0 or infinity. The factors
+    after a curve make the cap together, so that their product must be positive."""
     for kind, value, _ in reversed(steps):
         if kind in CAPS:
             return 0 < factor < math.inf
@@ -196,15 +205,17 @@ def apply_steps(steps, value):
     return value
 
 
-def operands(record, dtype, cuts_weight):
+def operands(record, dtype, needs_slice):
     """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
-    record's logits. dtype: of the logits that the sources make, to which several are cast.
-    cuts_weight: whether class weights or probabilities belong to the selected classes alone."""
+    record's logits. dtype: of the logits that the sources make; of several sources the operands
+    are cast to it. needs_slice: whether to slice the head's weight even where valid_vocab would do,
+    because class weights or probabilities have the selected classes alone, or because the teacher
+    of a divergence has no valid_vocab."""
     scale = _scale_of(record.sources[0])
-    x, weight, own_bias, options = _product(record.sources, scale, dtype)
+    x, weight, own_bias, options = _operands_of_sum(record.sources, scale, dtype)
     folded = _folded(record.steps, scale, own_bias, len(weight))
     scale, classes, bias = folded.scale, folded.classes, folded.bias
-    if len(classes) < len(weight) and not (classes.start or folded.is_added or cuts_weight):
+    if len(classes) < len(weight) and not (classes.start or folded.is_added or needs_slice):
         options["valid_vocab"], bias = classes.stop, own_bias
     elif len(classes) < len(weight):
         cut = slice(classes.start, classes.stop)
@@ -254,11 +265,11 @@ def _scale_of(source):
     return math.prod([value for kind, value, _ in source.steps if kind == SCALE])
 
 
-def _product(sources, first_scale, dtype):
+def _operands_of_sum(sources, first_scale, dtype):
     """(x, weight, bias, options) of the sum of all sources, divided by the first one's factor
-    `first_scale`; the others are flce's adapter. PEFT adds a float32 adapter to a bfloat16 base in
-    float32 and rounds the sum to bfloat16; here both are in bfloat16, which `dtype` is then, and
-    the products are summed in float32."""
+    `first_scale`; the sources after the first are flce's adapter. PEFT adds a float32 adapter to a
+    bfloat16 base in float32 and rounds the sum to bfloat16; here `dtype` is bfloat16 then, both are
+    cast to it, and their products are summed in float32."""
     first, *others = sources
     x, (weight, bias) = first.x, first.parameters()
     if not others:

@@ -61,9 +61,10 @@ def _with_tensors(function, result):
     return result
 
 
-# torch.compile traces _dispatch as a part of the function that calls it. Called by itself, after a
-# break of the graph, it runs uncompiled, with all that it calls: torch.compile does not guard by an
-# argument that is a function of torch, so a graph for one function would serve the next.
+# Where torch.compile traces a caller, it traces _dispatch too. Where uncompiled code calls
+# _dispatch, as after a break of the graph, that runs uncompiled, with all that it calls:
+# torch.compile does not guard by an argument that is a function of torch, so a graph of _dispatch
+# for one function would serve the next.
 torch_private.run_uncompiled(_dispatch)
 
 
@@ -79,7 +80,7 @@ def _answered_without_logits(function, deferred, args, kwargs):
         require(arity is None or (len(args) == arity and not kwargs))
         return handler(function, deferred, args, kwargs)
     if function in _OF_LAYOUT or function in _OF_LIKE:
-        like = deferred.layout() if function in _OF_LAYOUT else deferred.like()
+        like = deferred.meta_tensor() if function in _OF_LAYOUT else deferred.like()
         return function(like, *args[1:], **kwargs)
     if function == _REQUIRES_GRAD:
         # In the forward of a custom autograd Function, which saves what its backward needs.
@@ -87,7 +88,7 @@ def _answered_without_logits(function, deferred, args, kwargs):
     if function in _ANSWERED:
         with torch_private.without_torch_function():
             return function(*args, **kwargs)
-    if function in _HOOKS and deferred.head_call.loss_is_done:
+    if function in _HOOKS and deferred.head_call.loss_is_settled:
         raise RuntimeError(
             f"flce.fuse: {function.__name__}: expected a tensor that the loss is computed "
             "from, got logits whose loss was computed without them"
@@ -116,6 +117,6 @@ class TracedLogits(torch.Tensor):
 
 def deferred_tensor_of(deferred):
     """What the caller holds for a DeferredValue."""
-    tensor = torch.empty_like(deferred.layout()).as_subclass(TracedLogits)
+    tensor = torch.empty_like(deferred.meta_tensor()).as_subclass(TracedLogits)
     tensor._flce = deferred
     return tensor

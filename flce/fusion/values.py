@@ -1,7 +1,7 @@
 """Deferred values computed from a head's output, and how the real ones are computed.
 
-From the caller's side to the head's product, each by means of the next, first those of a
-DeferredValue:
+The functions that do this, from the caller's side to the head's product; those before
+compute_logits are methods of a DeferredValue:
 
     materialize_for(function)       __torch_function__ and __torch_dispatch__, for a function that
                                     is not deferred: counts and tells that, then materialize()
@@ -17,6 +17,15 @@ DeferredValue:
 
 An EagerValue (eager.py) has no graph, as autograd has recorded the deferred Tensor: it computes
 without gradients. The values of a TracedValue have a graph of their own.
+
+Four things tell about gradients:
+
+    head_call.grad_mode         whether grad mode was on in the head's call
+    head_call.requires_grad     whether the head's real product requires grad: grad_mode, and an
+                                operand does
+    deferred.has_gradient       whether this deferred Tensor requires grad: not after detach()
+    deferred.wants_gradient()   has_gradient, and grad mode is on now: what is computed of the value
+                                now gets a gradient
 """
 
 import contextlib
@@ -30,7 +39,7 @@ from torch.compiler import is_compiling
 from ..modes import autocast_dtype
 from ..validate import is_dtensor
 from . import steps
-from .reentry import fusion_in, inside
+from .reentry import inside, own_fusion
 
 
 def mapped(change, tree):
@@ -80,8 +89,10 @@ class Snapshot:
             current = tensor if is_held else getattr(self.linear, name)
             is_written = version is not None and tensor._version != version
             is_written = is_written or (compares_samples and _differs(sample, name, tensor))
-            # Sharded and offloaded weights are made whole by hooks of an enclosing Module.
-            if is_written if current is tensor else _is_plain(current):
+            # Another Tensor is a replacement, unless it is the sharded or offloaded form of the
+            # weight, which hooks of an enclosing Module make whole.
+            is_changed = is_written if current is tensor else _is_plain(current)
+            if is_changed:
                 return f"{name} of shape {tuple(tensor.shape)} written to or replaced since"
         return None
 
@@ -110,19 +121,19 @@ def _differs(sample, name, tensor):
 
 
 class HeadCall:
-    """One call of a head, shared by all values computed from its output. fusion: what to do where
-    an operation is not deferred. requires_grad: of the real logits. snapshots: of what has to be
-    the same when they are made. grad, autocast: the modes of the call. loss_is_done: whether a loss
-    was computed, or said to need the logits; logits made after that are counted as reads, not as
-    fall-backs."""
+    """One call of a head, shared by all values computed from its output. fusion: the Fusion, which
+    counts losses, reads and fall-backs. requires_grad, grad_mode: as above. snapshots: of what has
+    to be the same when the logits are made. autocast: the dtype of autocast in the call, or None.
+    loss_is_settled: whether flce has computed a loss of the call (or log p of targets), or reported
+    that the loss needs the logits; logits made after that count as reads, not as fall-backs."""
 
     def __init__(self, fusion, device, requires_grad, snapshots):
         self.fusion, self.device = fusion, device
         self.requires_grad, self.snapshots = requires_grad, snapshots
-        self.grad, self.autocast = torch.is_grad_enabled(), autocast_dtype(device.type)
+        self.grad_mode, self.autocast = torch.is_grad_enabled(), autocast_dtype(device.type)
         self.is_inference = not is_compiling() and torch.is_inference_mode_enabled()
         self.leaves, self.accumulates = (), fusion.options.get("accumulate_into") is not None
-        self.loss_is_done = False
+        self.loss_is_settled = False
 
     def product_dtype(self, x):
         """The dtype of the output of an nn.Linear for x."""
@@ -151,11 +162,12 @@ class HeadCall:
             yield
 
     def now(self):
-        """The call of a value that is computed now: without a gradient where gradients are off."""
-        if torch.is_grad_enabled() or not self.grad:
+        """The HeadCall of a value that is computed now: this one, or a copy without gradients where
+        grad mode is off now and was on in the call."""
+        if torch.is_grad_enabled() or not self.grad_mode:
             return self
         head_call = copy.copy(self)
-        head_call.grad = head_call.requires_grad = False
+        head_call.grad_mode = head_call.requires_grad = False
         return head_call
 
 
@@ -169,7 +181,7 @@ class DeferredValue:
 
     def like(self, device=None, shape=0):
         """An empty tensor of the value's dtype, and of its device."""
-        dtype = self.layout().dtype if self.record is None else self.record.dtype
+        dtype = self.meta_tensor().dtype if self.record is None else self.record.dtype
         return torch.empty(shape, dtype=dtype, device=device or self.head_call.device)
 
     def is_pending(self):
@@ -177,12 +189,12 @@ class DeferredValue:
         return self.value is None and (self.parent is None or self.parent.is_pending())
 
     def note_materialized(self, name):
-        """Real logits are computed for an operation that is not deferred: a warning, or an error
-        if strict, unless they were wanted in addition to a loss or without a gradient."""
-        if self.head_call.loss_is_done or not self.head_call.grad:
+        """Notes that real logits are computed for the operation `name`, which is not deferred: as a
+        read if the loss is settled or the head's call had no gradients; else as a fall-back."""
+        if self.head_call.loss_is_settled or not self.head_call.grad_mode:
             self.head_call.fusion.note_read(name)
         else:
-            self.head_call.fusion.fall_back(f"{name} is not deferred")
+            self.head_call.fusion.note_fall_back(f"{name} is not deferred")
 
     def materialize_for(self, function):
         """The real value, because `function` is not deferred."""
@@ -195,17 +207,19 @@ class DeferredValue:
         already, if they do. memory: the Memory of this value, kept with new logits."""
         head_call, record = self.head_call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
-        is_read = head_call.loss_is_done or not head_call.requires_grad
+        is_read = head_call.loss_is_settled or not head_call.requires_grad
         head_call.check(compares_samples=is_read)
         if record.form() == steps.KL:  # of two values
-            return steps.apply_steps(record.tail[-1:], None)
+            return steps.apply_steps(record.form_steps[-1:], None)
         rows = record.rows
         logits = rows.cached_logits(record.steps, head_call.requires_grad) if uses_cache else None
+        if logits is not None and not record.form_steps:
+            return logits.clone()
         if logits is not None:
-            return steps.apply_steps(record.tail, logits) if record.tail else logits.clone()
+            return steps.apply_steps(record.form_steps, logits)
         logits = compute_logits(record, head_call)
         rows.logits_cache = None if is_compiling() else (record.steps, logits, memory)
-        return steps.apply_steps(record.tail, logits)
+        return steps.apply_steps(record.form_steps, logits)
 
 
 class TracedValue(DeferredValue):
@@ -216,10 +230,10 @@ class TracedValue(DeferredValue):
         super().__init__(head_call, record, parent)
         self.view = view
 
-    def layout(self):
+    def meta_tensor(self):
         """A meta tensor with the strides of the real value; views of it alias as that would."""
         if self.parent is not None:
-            return self.view(self.parent.layout())
+            return self.view(self.parent.meta_tensor())
         return torch.empty(self.record.shape, dtype=self.record.dtype, device="meta")
 
     has_gradient = property(lambda self: self.head_call.requires_grad)
@@ -228,11 +242,12 @@ class TracedValue(DeferredValue):
         return self.head_call.requires_grad and torch.is_grad_enabled()
 
     def then(self, record, view=None):
-        """That of a value computed from this one: a view of it, or with memory of its own."""
+        """The TracedValue of what `record` computes from this one: a view of it, or with memory of
+        its own."""
         return TracedValue(self.head_call.now(), record, None if view is None else self, view)
 
     def summed(self, other, head_call, record):
-        """That of a product of more sources."""
+        """The TracedValue of the sum of this one and `other`."""
         return TracedValue(head_call.now(), record)
 
     def is_read_by_autograd(self):
@@ -243,7 +258,7 @@ class TracedValue(DeferredValue):
         """Under the modes of the head's call: what a reader under no_grad computes must have a
         gradient for later readers."""
         if self.value is None:
-            with self.head_call.entered(self.head_call.grad):
+            with self.head_call.entered(self.head_call.grad_mode):
                 if self.parent is None:
                     self.value = self.compute_from_head(uses_cache=True)
                 else:
@@ -251,7 +266,7 @@ class TracedValue(DeferredValue):
         return self.value
 
     def recompute(self):
-        with self.head_call.entered(self.head_call.grad):
+        with self.head_call.entered(self.head_call.grad_mode):
             return self.compute_from_head()
 
 
@@ -262,15 +277,16 @@ def compute_logits(record, head_call):
 
 
 def _logits_of_sources(steps_after, dtype, sources):
-    products = [steps.apply_steps(s.steps, _product(s, dtype)) for s in sources]
+    products = [steps.apply_steps(s.steps, _linear_output(s, dtype)) for s in sources]
     return steps.apply_steps(steps_after, sum(products[1:], products[0]))
 
 
-def _product(source, dtype):
-    """What the nn.Linear computes, without hooks. dtype: of autocast, which a dispatch is below."""
+def _linear_output(source, dtype):
+    """What the nn.Linear computes, without hooks. dtype: that of autocast, whose casts are made
+    here, because a __torch_dispatch__ runs below autocast."""
     linear, x, (weight, bias) = source.linear, source.x, source.parameters()
     if source.weight_and_bias is None or is_dtensor(weight):
-        return linear(x) if fusion_in(linear) is None else linear.linear_forward(x)
+        return linear(x) if own_fusion(linear) is None else linear.linear_forward(x)
     if dtype is not None and x.dtype != torch.float64:
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)

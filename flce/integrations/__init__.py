@@ -45,3 +45,8 @@ else:
         if name in __all__:
             return importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    """The public names alone, for help() and completion."""
+    return sorted(__all__)

@@ -1,7 +1,9 @@
 """Rebinds a package's functions, and restores them."""
 
 import collections
+import contextlib
 import importlib.metadata
+import importlib.util
 import inspect
 import sys
 
@@ -9,6 +11,31 @@ from typing_extensions import Self
 
 from flce.torch_private import call_while_tracing
 from flce.validate import refuse
+
+# What pip installs for a package that an integration needs, where that is not its name.
+_DISTRIBUTIONS = {
+    "transformers": "flce[integrations]",
+    "trl": "flce[integrations]",
+    "cut_cross_entropy": "cut-cross-entropy",
+    "liger_kernel": "liger-kernel",
+    "nemo_automodel": "nemo-automodel",
+}
+
+
+@contextlib.contextmanager
+def imports_of(package):
+    """A context of the imports from a package that flce does not depend on: a ModuleNotFoundError
+    says what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = error.name or package
+        remedy = f'pip install "{_DISTRIBUTIONS.get(package, package)}"'
+        if missing.partition(".")[0] == package and importlib.util.find_spec(package):
+            remedy = f"the installed {package} has another version than those that flce knows"
+        text = f"flce.integrations: {package}: no module named {missing!r}; {remedy}"
+        raise ModuleNotFoundError(text, name=missing) from error
+
 
 _calls = collections.defaultdict(collections.Counter)
 

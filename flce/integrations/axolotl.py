@@ -1,10 +1,12 @@
 """Axolotl: the plugin to name in a configuration. Importing this module imports axolotl."""
 
-from axolotl.integrations.base import BasePlugin
-
 from flce.validate import refuse
 
 from . import cce, liger
+from ._rebind import imports_of
+
+with imports_of("axolotl"):
+    from axolotl.integrations.base import BasePlugin
 
 _FLAGS = {"liger_fused_linear_cross_entropy": liger, "cut_cross_entropy": cce}
 

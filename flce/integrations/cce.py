@@ -24,7 +24,7 @@ import flce
 from flce.options import Reduction
 from flce.validate import check_tensor, refuse
 
-from ._rebind import Installation, count_call, parameters_of
+from ._rebind import Installation, count_call, imports_of, parameters_of
 from ._signatures import takes_by_name
 
 _LossAndLse = tuple[Tensor, Tensor]
@@ -243,7 +243,8 @@ def install() -> Installation:
     With `vocab_parallel_options`, or the `zero3_params` of Axolotl's fork, CCE's own runs. Returns
     and raises as `flce.integrations` says.
     """
-    import cut_cross_entropy
+    with imports_of("cut_cross_entropy"):
+        import cut_cross_entropy
 
     original = cut_cross_entropy.linear_cross_entropy
     names = parameters_of(original)

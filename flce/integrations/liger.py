@@ -32,7 +32,7 @@ from flce.modes import autocast_dtype
 from flce.options import DTYPES, Reduction
 from flce.validate import check_integer, is_equal, refuse
 
-from ._rebind import Installation, count_call, parameters_of
+from ._rebind import Installation, count_call, imports_of, parameters_of
 from ._signatures import takes_by_name
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -377,8 +377,9 @@ def install() -> Installation:
     Values and gradients are those of this module's own calls. Returns and raises as
     `flce.integrations` says.
     """
-    import liger_kernel.ops as ops
-    import liger_kernel.ops.fused_linear_cross_entropy as default
+    with imports_of("liger_kernel"):
+        import liger_kernel.ops as ops
+        import liger_kernel.ops.fused_linear_cross_entropy as default
 
     # They differ where Liger has chosen other kernels than Triton's.
     originals = {getattr(ops, _CROSS_ENTROPY), getattr(default, _CROSS_ENTROPY)}

@@ -1,6 +1,5 @@
 """NeMo AutoModel: a loss class for a recipe. Importing this module imports nemo_automodel."""
 
-from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import Unpack
@@ -10,6 +9,10 @@ from flce.options import NemoOptions, Reduction, check_names, defaults, show_opt
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
+from ._rebind import imports_of
+
+with imports_of("nemo_automodel"):
+    from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 
 _KNOWN = defaults(NemoOptions)
 

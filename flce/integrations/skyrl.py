@@ -7,7 +7,7 @@ import torch
 
 import flce
 
-from ._rebind import Installation, count_call, same_parameters
+from ._rebind import Installation, count_call, imports_of, same_parameters
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 
@@ -19,7 +19,8 @@ def install() -> Installation:
     The gradient of hidden is this rank's term of the sum over the tensor-parallel group, as
     SkyRL's. Returns and raises as `flce.integrations` says.
     """
-    module = importlib.import_module(_MODULE)
+    with imports_of("skyrl"):
+        module = importlib.import_module(_MODULE)
     served = _fused_lm_head_logprob_apply, _fused_vocab_parallel_entropy_from_hidden
     # By functools.partial, because remove() rebinds the globals of this module too.
     pairs = [(getattr(module, f.__name__), functools.partial(f)) for f in served]

@@ -6,10 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 
 import flce
 from flce.validate import refuse
+
+from ._rebind import imports_of
+
+with imports_of("torchtitan"):
+    from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 
 
 class FlceLoss(ChunkedLossWrapper):

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torch import nn
-from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from flce.fusion.handle import Fusion, fuse
-from flce.fusion.head import DATA_PARALLEL, fusion_of
+from flce.fusion.head import DATA_PARALLEL, find_fusion_in
 from flce.options import FuseOptions, show_options
+
+from ._rebind import imports_of
+
+with imports_of("transformers"):
+    from transformers import TrainerCallback
 
 
 class FuseCallback(TrainerCallback):
@@ -49,7 +53,7 @@ class FuseCallback(TrainerCallback):
         """model_init makes a new model for each training; and a callback that was added to a
         Trainer has not seen it being made."""
         known = None if self.handle is None else self.handle.model
-        if model is not None and model is not known and fusion_of(model) is None:
+        if model is not None and model is not known and find_fusion_in(model) is None:
             self._fuse(args, model)
 
     def on_step_end(self, args, state, control, **others):

@@ -12,7 +12,7 @@ from flce.options import Entropy
 from flce.validate import refuse
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, count_call, parameters_of
+from ._rebind import Installation, count_call, imports_of, parameters_of
 
 _NAME = "_ChunkedLogProbFunction"
 _PARAMETERS = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size")
@@ -35,7 +35,8 @@ def install(*, entropy: Entropy | None = None) -> Installation:
     "differentiable", and there is no such error. Returns and raises as `flce.integrations` says,
     and ValueError for another `entropy`.
     """
-    import trl.trainer.utils
+    with imports_of("trl"):
+        import trl.trainer.utils
 
     if entropy not in tuple(ENTROPIES):
         refuse("entropy", f"one of {tuple(ENTROPIES)}", repr(entropy))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from flce.fusion.deferred import with_graph
+from flce.fusion.deferred import handle_with_graph
 from flce.fusion.loss import divergence
 from flce.fusion.steps import Unknown
 from flce.fusion.values import deferred_value_of
@@ -49,7 +49,7 @@ def _generalized_jsd_loss(
         name, weight = {0: ("forward_kl", 0.5), 1: ("reverse_kl", 0.5)}.get(beta, ("jsd", beta))
         of_real = functools.partial(original, labels=labels, beta=beta, reduction="sum")
         with contextlib.suppress(Unknown):
-            total = with_graph(
+            total = handle_with_graph(
                 of_real, scaled, {}, lambda: divergence(*both, name, "sum", labels, weight)
             )
     count_call("trl_distillation", total is not None)

@@ -5,7 +5,7 @@ import functools
 import flce
 
 from ._operands import in_dtype_of
-from ._rebind import Installation, count_call, same_parameters
+from ._rebind import Installation, count_call, imports_of, same_parameters
 
 
 def install() -> Installation:
@@ -16,8 +16,9 @@ def install() -> Installation:
     gradient of hidden is this rank's term of the sum, as verl's. Returns and raises as
     `flce.integrations` says.
     """
-    from verl.utils.experimental import torch_functional
-    from verl.utils.kernel import linear_cross_entropy as kernel
+    with imports_of("verl"):
+        from verl.utils.experimental import torch_functional
+        from verl.utils.kernel import linear_cross_entropy as kernel
 
     class FusedLinearForPPO(torch_functional.FusedLinearForPPO):
         forward = _forward

@@ -7,7 +7,7 @@ import torch
 from flce.fusion.values import deferred_value_of
 from flce.validate import check_shape
 
-from ._rebind import Installation, count_call, same_parameters
+from ._rebind import Installation, count_call, imports_of, same_parameters
 
 
 def install() -> Installation:
@@ -18,7 +18,8 @@ def install() -> Installation:
     float32 at least; the metrics `overlap_ratio` and `overlap_token_advantage`, which need the
     student's own K classes, are left out. Returns and raises as `flce.integrations` says.
     """
-    from verl.trainer.distillation.fsdp import losses
+    with imports_of("verl"):
+        from verl.trainer.distillation.fsdp import losses
 
     original = losses.compute_forward_kl_topk
     pair = original, functools.partial(_forward_kl_topk, original)

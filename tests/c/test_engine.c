@@ -421,7 +421,7 @@ static void test_refusals(void) {
 /* The same cases with gradients by blocks: of fewer rows and classes than there are, and of more.
  */
 static void test_blocks(void) {
-  static const char* const shapes[] = {"8x64", "9x128"};
+  static const char* const shapes[] = {"8x64", "9x128", "dx_first:8x64"};
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
@@ -430,7 +430,7 @@ static void test_blocks(void) {
     setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
     flce_plan plan;
     CHECK_OK(flce_plan_call(&b, &s.problem, &plan));
-    CHECK(plan.block_rows == (k ? 9 : 8) && plan.block_classes == (k ? 128 : 64),
+    CHECK(plan.block_rows == (k == 1 ? 9 : 8) && plan.block_classes == (k == 1 ? 128 : 64),
           "blocks of %lld rows and %lld classes", (long long)plan.block_rows,
           (long long)plan.block_classes);
     test_options();
@@ -453,6 +453,36 @@ static void test_blocks(void) {
   test_set_variable("FLCE_BLOCKS", NULL);
 }
 
+/* dX first: chunks of dX, one or more blocks over all rows and those after them in the memory of
+ * dW, or of a sum of its own where accum_dtype is wider. */
+static void test_dx_first(void) {
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int bits = 0; bits < 128; bits++) {
+      test_set_variable("FLCE_BLOCKS", bits & 1 ? "dx_first:2x64" : "dx_first:100x128");
+      setting s = make_setting((flce_dtype)dtype, FLCE_SAVE_GRADS);
+      flce_problem* p = &s.problem;
+      p->shape.hidden = bits & 2 ? 136 : 24;
+      p->shape.vocab = bits & 2 ? 331 : 140;
+      p->shape.weight_rows = p->shape.vocab + (bits & 4 ? 3 : 0);
+      p->shape.frozen_hidden = bits & 8 ? 8 : 0;
+      p->shape.rows = bits & 16 ? 19 : 23;
+      p->loss.label_smoothing = bits & 32 ? 0.2 : 0.0;
+      p->loss.softcap = bits & 64 ? 4.0 : 0.0;
+      p->dtypes.widens_accum = true;
+      flce_plan plan;
+      CHECK_OK(flce_plan_call(&b, p, &plan));
+      CHECK(plan.dx_first && (plan.whole_classes > 0) == ((bits & 2) != 0),
+            "%d: dx_first %d, %lld whole classes", bits, plan.dx_first,
+            (long long)plan.whole_classes);
+      test_setting(&s);
+    }
+  }
+  test_set_variable("FLCE_BLOCKS", NULL);
+}
+
 int main(void) {
   test_seed(4);
   for (int index = 0; test_next_variant(&index);) {
@@ -471,6 +501,7 @@ int main(void) {
     test_cross_entropy();
   }
   test_blocks();
+  test_dx_first();
   test_refusals();
   return test_verdict();
 }

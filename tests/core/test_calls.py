@@ -56,7 +56,7 @@ def test_reading_is_the_inverse_of_flat(kind):
 
 
 # Functions that give an operator's outputs, or a record of its arguments.
-GIVE_RECORDS = {"run", "run_plain", "read", "saved", "with_graph", "run_backward_into"}
+GIVE_RECORDS = {"run", "run_plain", "read", "saved", "with_forward_graph", "run_backward_into"}
 # What they call gives a few numbers, in the order of a list of names.
 ALLOWED = {"fakes.py: describe_sizes", "plan.py: _planned", "info.py: info"}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flce
-from flce import modules, options, outputs
+from flce import modules, options, outputs, overloads
 from flce.options import LOGIT_OPTIONS, OPTIONS, RETURNS, TEACHER_OPTIONS, defaults
 from flce.packing import INTEGERS, LAYOUT, NUMBERS, Comparison
 from harness.layout import text_of, without_comments
@@ -171,7 +171,7 @@ def test_7_its_pages_and_tests(name):
 
 @every_flag
 def test_7_the_flag_of_an_output(flag):
-    for kind in (options._Returns, options._NoReturns, options._Asked):
+    for kind in (options._Returns, overloads._NoReturns, overloads._Asked):
         assert flag in kind.__annotations__
     assert re.search(rf"\b{flag}\b.*:", flce.linear_cross_entropy.__doc__)
 

@@ -56,7 +56,8 @@ def raised(error, call):
 
 # ---- values ----
 
-BYTES = 'a positive number of bytes or text such as "512MiB"'
+BYTES = 'a positive number of bytes or text such as "512MiB" (B, KB, MB, GB, TB of 1000, KiB, MiB, '
+BYTES += "GiB, TiB of 1024, in any letter case)"
 SAVES = "one of ('auto', 'logits', 'grads', 'stats')"
 AN_INT64 = f"an int from {-(2**63)} to {2**63 - 1}"
 # Option, error, what is expected, and values.
@@ -127,7 +128,8 @@ def check_values(calls, name, error, expected, values):
             shown = (repr(value), str(value), f"{value}.0", type(value).__name__)
             if value in (HUGE, -HUGE):
                 shown = ("inf", "-inf")  # beyond the range of float64
-            assert message.removeprefix(begin) in shown
+            got, _, _ = message.removeprefix(begin).partition("; use ")
+            assert got in shown
 
 
 # ---- tensors ----

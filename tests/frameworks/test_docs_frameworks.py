@@ -37,10 +37,51 @@ sys.exit(f"failed: {failed}" if failed else 0)
 """
 
 
+# What README.md's blocks of trainers have at hand.
+README = """
+import transformers, trl
+from datasets import Dataset
+from harness import pages
+from harness.tiny_models import PROMPTS, TRAINING, tiny_llama, tiny_tokenizer
+import flce
+data = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 4
+tiny_llama().save_pretrained("model")
+tiny_tokenizer().save_pretrained("model")
+prompts = Dataset.from_dict({"prompt": PROMPTS})
+reward = lambda completions, **_: [float(len(text)) for text in completions]
+settings = {
+    "Trainer": transformers.TrainingArguments("out", max_steps=2, **TRAINING),
+    "GRPOTrainer": trl.GRPOConfig(
+        "out", max_steps=2, bf16=False, num_generations=2, max_completion_length=4, **TRAINING
+    ),
+}
+install, handles = flce.integrations.trl.install, []
+flce.integrations.trl.install = lambda: handles.append(install())
+own = "tested by tests/frameworks/test_docs_frameworks.py"
+blocks = [b for b in pages.blocks_of(pages.ROOT / "README.md") if b.reason == own]
+assert len(blocks) == 2
+for block in blocks:
+    (name,) = [name for name in settings if f" {name}(" in block.code.replace(".", " ")]
+    names = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "data": data}
+    names |= {"arguments": settings[name], "prompts": prompts, "reward": reward}
+    exec(block.code, names)
+    names["trainer"].train()
+    if name == "Trainer":
+        found = flce.explain(names["model"])
+        assert found.losses and not found.fallbacks, found
+(handle,) = handles
+assert handle.calls["flce"] >= 2 and not handle.calls.get("trl"), handle
+"""
+
+
 def run(paths, imported, folder):
+    program(PROGRAM, folder, " ".join(imported), *paths)
+
+
+def program(code, folder, *arguments):
     places = [str(pages.ROOT / "tests"), str(pages.ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, " ".join(imported), *map(str, paths)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
         capture_output=True,
@@ -60,6 +101,12 @@ def test_pages_with_transformers(tmp_path):
     there = [page for page in FAMILY if is_there(page)]
     assert there
     run(there, found, tmp_path)
+
+
+def test_readmes_trainers(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("trl")
+    program(README, tmp_path)
 
 
 @pytest.mark.parametrize("page", [p for p in FRAMEWORKS if p not in FAMILY], ids=pages.name_of)

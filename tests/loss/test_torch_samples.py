@@ -21,7 +21,7 @@ if not hasattr(F, "linear_cross_entropy"):
     pytest.skip("this torch has no linear_cross_entropy", allow_module_level=True)
 op_db = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations",
-    reason="torch's sample inputs need expecttest (the extra [tests] brings it)",
+    reason="torch's sample inputs need expecttest (of the dependency group tests)",
 ).op_db
 VARIANTS = {op.variant_test_name or "plain": op for op in op_db if op.name == NAME}
 

@@ -91,7 +91,7 @@ def test_the_plan(device, dtype, save):
     many = plan_of(device, dtype, WIDE_SUM_CHUNKS, save)
     assert few.accum_dtype == str(own).removeprefix("torch.")
     assert many.accum_dtype == str(wide).removeprefix("torch.")
-    assert f"accum_dtype={many.accum_dtype}" in str(many)
+    assert f"accum_dtype={many.accum_dtype}" in many.text
     more = many.buffers.get("dw_accum", 0) - few.buffers.get("dw_accum", 0)
     assert more == (0 if own == wide else VOCAB * HIDDEN * wide.itemsize)
     narrow = plan_of(device, dtype, MANY, save, accum_dtype=dtype)

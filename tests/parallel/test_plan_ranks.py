@@ -22,8 +22,8 @@ def test_by_hand(device):
         "partial_dx": ("all-to-all", 1, 0, 7 * BLOCK),
         "summed_dx": ("all-gather", 1, 0, 7 * BLOCK),
     }
-    assert f"summed_dx    all-gather   1 forward   0 backward {7 * BLOCK:15d} bytes" in str(plan)
-    assert "ranks=8" in str(plan)
+    assert f"summed_dx    all-gather   1 forward   0 backward {7 * BLOCK:15d} bytes" in plan.text
+    assert "ranks=8" in plan.text
 
 
 def test_by_hand_with_other_options(device):

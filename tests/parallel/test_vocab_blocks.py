@@ -1,16 +1,11 @@
 """Gradients by blocks of rows and classes with a sharded vocabulary. On ranks over gloo."""
 
-import contextlib
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import flce
-from harness import drawn_checks
-from harness.blocks import drawn_call
-from harness.drawn import FUNCTIONS
+from harness.blocks import blocks_of, check_on_ranks
 from harness.processes import on_ranks, run_on_ranks
 from harness.vocab_case import make
 from harness.vocab_ranks import on
@@ -18,32 +13,9 @@ from harness.vocab_ranks import on
 VOCAB = 300  # five blocks of 64 on one rank, three on each of two
 
 
-@contextlib.contextmanager
-def blocks(shape):
-    os.environ["FLCE_BLOCKS"] = shape
-    try:
-        yield
-    finally:
-        del os.environ["FLCE_BLOCKS"]
-
-
-def drawn(ranks, seeds):
-    """Notes what fails and goes on, so that the collectives of the ranks remain the same."""
-    shards, texts = drawn_checks.Shards(dist.group.WORLD), []
-    for function in FUNCTIONS:
-        for seed in seeds:
-            call, shape = drawn_call(function, seed, ranks)
-            with blocks(shape):
-                try:
-                    drawn_checks.check(call, drawn_checks.Record(), shards)
-                except AssertionError as error:
-                    texts.append(f"blocks of {shape}: {error}")
-    assert not texts, f"{len(texts)} calls\n" + "\n".join(texts[:5])
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_drawn(ranks):
-    run_on_ranks(ranks, drawn, ranks=ranks, seeds=range(15))
+    run_on_ranks(ranks, check_on_ranks, ranks=ranks, seeds=range(15))
 
 
 @on(3)
@@ -58,7 +30,7 @@ def test_each_rank_without_a_class(ranks, save, dtype):
     )):  # fmt: skip
         case = make(dtype, vocab=VOCAB, ignored=5, **options)
         for shape in ("5x64", "100x128"):
-            with blocks(shape):
+            with blocks_of(shape):
                 for how in ({}, {"reduce_input_grad": False}):
                     ranks.compare(case, save=save, ends=ends[at], vocab_parallel=how)
 

@@ -13,16 +13,18 @@ from torch import nn
 
 import flce
 from flce.distributed import collectives
+from harness.blocks import check_on_ranks
 from harness.divergences import KINDS
 from harness.gpu import captured
 from harness.processes import run_on_ranks
 from harness.vocab_exchanges import Preempted, interrupting
-from harness.vocab_functions import compare_all, ends_without
+from harness.vocab_functions import compare_all, compare_in_16_bits, ends_with
 from harness.vocab_ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SAMPLED = {"gradient": "sampled", "gradient_eps": 2**-12}
+SMALL = {"save": "grads", "max_memory": "512KiB"}
 # tokens, hidden, vocab, dtype, options, among them VocabParallel's reduce_dtype, and the factor of
 # the mean entropy in what is differentiated
 CASES = {
@@ -36,6 +38,14 @@ CASES = {
     "logits": (1024, 512, 9000, torch.bfloat16, {"save": "logits"}),
     "stats": (1024, 512, 9000, torch.bfloat16, {"save": "stats"}),
     "chunks": (2048, 512, 9000, torch.bfloat16, {"max_memory": "4MiB"}),
+    "without blocks": (777, 256, 5003, torch.bfloat16, {**SMALL, "max_memory": "32KiB"}),
+    "blocks": (1024, 512, 9000, torch.bfloat16, SMALL),
+    "blocks, later": (1024, 512, 9000, torch.bfloat16, {**SMALL, "save": "stats"}),
+    "blocks, ragged": (777, 256, 5003, torch.bfloat16, {**SMALL, "bias": True}),
+    "blocks, float16": (777, 256, 5003, torch.float16, {**SMALL, "softcap": 10.0}),
+    "blocks, smoothing": (1024, 512, 9000, torch.bfloat16, {**SMALL, "label_smoothing": 0.1}),
+    "blocks, wide": (1024, 512, 9000, torch.bfloat16, {**SMALL, "reduce_dtype": torch.float32}),
+    "blocks, class weights": (1024, 512, 9000, torch.bfloat16, {**SMALL, "weights": True}),
     "smoothing": (1024, 512, 9000, torch.bfloat16, {"label_smoothing": 0.1}),
     "smoothing, bias": (1024, 512, 9000, torch.bfloat16, {"label_smoothing": 0.1, "bias": True}),
     "softcap": (1024, 512, 9000, torch.bfloat16, {"softcap": 10.0}),
@@ -101,7 +111,18 @@ def classes_of(vocab):
     return slice(rank * share, min((rank + 1) * share, vocab))
 
 
+def check_plan(name):
+    """That a case of blocks has them, and that without blocks does not."""
+    if "blocks" in name:
+        tokens, hidden, vocab, dtype, options = CASES[name]
+        chosen = {**options, "dtype": dtype, "device": "cuda"}
+        chosen.pop("weights", None)
+        plan = flce.plan(tokens, hidden, vocab, ranks=dist.get_world_size(), **chosen)
+        assert (plan.block_classes > 0) == name.startswith("blocks"), plan
+
+
 def check_case(name):
+    check_plan(name)
     tokens, hidden, vocab, dtype, given = CASES[name]
     given = dict(given)
     terms, entropy = given.pop("reduce_dtype", None), given.pop("entropy", 0.0)
@@ -141,8 +162,12 @@ def check_case(name):
 
 def check_sequence():
     rows, mine = classes_of(1024), classes_of(9000)
-    for dtype, save in itertools.product((torch.bfloat16, torch.float16), ("auto", "logits")):
-        x, w, b, y, options = draw(1024, 512, 9000, dtype, {"save": save})
+    for dtype, given in itertools.product(
+        (torch.bfloat16, torch.float16),
+        ({}, {"save": "logits"}, {"save": "stats"}, {"max_memory": "1MiB"},
+         {"max_memory": "1MiB", "save": "stats"}),
+    ):  # fmt: skip
+        x, w, b, y, options = draw(1024, 512, 9000, dtype, given)
         _, expected = run(x, w, b, y, options)
         options["vocab_parallel"] = flce.VocabParallel(dist.group.WORLD, vocab=9000, sequence=True)
         _, grads = run(x[rows], w[mine], None, y, options)
@@ -173,11 +198,24 @@ def check_minus_infinity():
             assert off(got, true) < TOLERANCE[dtype], setting
 
 
-def check_ranks_without_a_class():
+def check_ranks_with_few_classes(count):
+    """Each rank in turn has none or one of the classes, in every function; in float64."""
     own = Ranks()
-    for empty in range(own.ranks):
-        compare_all(own, ends_without(empty, own.ranks), "cuda")
+    for rank in range(own.ranks):
+        compare_all(own, ends_with(rank, own.ranks, count), "cuda")
     assert not own.failures, "\n".join(own.failures)
+
+
+def check_functions(dtype):
+    """The same in 16 bits, of sizes for which Hopper has kernels of its own."""
+    own = Ranks()
+    compare_in_16_bits(own, dtype, "cuda", 320, 256, 5003)
+    assert not own.failures, "\n".join(own.failures)
+
+
+def check_blocks():
+    """Drawn calls of every function in blocks of FLCE_BLOCKS."""
+    check_on_ranks(dist.get_world_size(), range(10), "cuda")
 
 
 def check_divergences():
@@ -317,7 +355,12 @@ def check_all(transport):
     os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity}
-    checks |= {"ranks without a class": check_ranks_without_a_class}
+    for count in (0, 1):
+        check = functools.partial(check_ranks_with_few_classes, count)
+        checks[f"ranks with {count} classes"] = check
+    for dtype in (torch.bfloat16, torch.float16):
+        checks[f"functions, {dtype}"] = functools.partial(check_functions, dtype)
+    checks |= {"blocks of FLCE_BLOCKS": check_blocks}
     checks |= {"divergences": check_divergences}
     checks |= {"graph": check_graph, "interrupts": check_interrupts}
     if transport == "one GPU":

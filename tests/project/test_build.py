@@ -23,7 +23,7 @@ def python(code, *arguments, cwd, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
 
 
@@ -46,6 +46,32 @@ LACKING = {  # what is done first, the environment, what is said
         {"CC": sys.executable, "CXX": sys.executable},
         "Python's headers (python3-dev) are needed: there is no /absent/Python.h",
     ),
+    "old Python": (
+        "sys.version_info = (3, 9, 1)",
+        {},
+        "Python 3.10 or later is needed, not 3.9",
+    ),
+    "old setuptools": (
+        "import setuptools; setuptools.__version__ = '76.1.0'",
+        {},
+        "setuptools 77 or later is needed, not 76.1.0: pip install ",
+    ),
+    "no cublasLt.h": (
+        "import importlib.util; importlib.util.find_spec = lambda name: None;"
+        "import shutil; shutil.which = lambda *_, **__: '/absent/bin/nvcc'",
+        {"FLCE_CUDA": "1", "CUDA_HOME": "/absent"},
+        "pip install --no-deps nvidia-cublas brings it",
+    ),
+    "no libraries of another machine": (
+        "import shutil; shutil.which = lambda *_, **__: sys.executable",
+        {"FLCE_MACHINE": "sparc64", "FLCE_GLIBC": "2.28"},
+        "no libraries in build/cross-sparc64: `python tools/cross.py sparc64` makes them",
+    ),
+    "another machine's glibc": (
+        "import shutil; shutil.which = lambda *_, **__: sys.executable",
+        {"FLCE_MACHINE": "sparc64"},
+        "FLCE_MACHINE=sparc64 needs FLCE_GLIBC, such as 2.28, too",
+    ),
     "no zig": (
         "sys.modules['ziglang'] = None",
         {"FLCE_GLIBC": "2.28", "CC": sys.executable, "CXX": sys.executable},
@@ -65,6 +91,41 @@ def test_nothing_is_compiled_where_something_lacks(tmp_path, lacking):
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("flce: "))
     assert done.returncode == 1 and said in line
     assert list(tmp_path.iterdir()) == []
+
+
+def built_lines(monkeypatch, tmp_path, nvcc, why):
+    """The last lines of a build in which nothing is compiled."""
+    monkeypatch.chdir(tmp_path)
+    Path("flce").mkdir()
+    for name in ("FLCE_CUDA_ARCHS", "FLCE_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    Build = setup["Build"]
+    monkeypatch.setitem(Build.run.__globals__, "find_cuda", lambda: (nvcc, "/include", why))
+    monkeypatch.setitem(Build.run.__globals__, "build_cuda", lambda *_: None)
+    monkeypatch.setattr(setup["build_ext"], "run", lambda self: None)
+    command = Build(setup["setuptools"].Distribution({"name": "flce"}))
+    command.inplace = 1
+    command.run()
+    return command.summary
+
+
+def test_the_last_lines_say_what_was_built(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\nprintf 'compute_80\\ncompute_90\\ncompute_91\\n'\n")
+    nvcc.chmod(0o755)
+    built, choice = built_lines(monkeypatch, tmp_path, str(nvcc), None)
+    gpus = "sm_80 sm_90 compute_90 (PTX)"
+    assert built == f"built for the CPU and for CUDA, GPUs of {gpus}, by {nvcc}"
+    assert "FLCE_CUDA_ARCHS" in choice and "FLCE_CUDA=0" in choice
+
+
+@pytest.mark.parametrize("why", ["no cublasLt.h in /include", "FLCE_CUDA=0"])
+def test_the_last_lines_say_why_there_is_no_cuda(monkeypatch, tmp_path, why):
+    built, choice = built_lines(monkeypatch, tmp_path, None, why)
+    assert built == f"built for the CPU alone, CUDA tensors will be refused: {why}"
+    assert ("FLCE_CUDA=1 makes this an error" in choice) == (why != "FLCE_CUDA=0")
+    assert Path("flce/libflce_cuda.txt").read_text() == f"left out of the build: {why}\n"
 
 
 NVCC = """#!/bin/sh
@@ -130,8 +191,10 @@ def test_an_editable_installation_is_found_beside_the_clone(tmp_path):
     pytest.importorskip("setuptools", "77")
     clone, site = tmp_path / "flce", tmp_path / "site"
     clone.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "flce"):  # no setup.py: nothing compiles
+    for name in ("pyproject.toml", "README.md", "LICENSE", "flce"):
         (clone / name).symlink_to(ROOT / name)
+    setup = "import setuptools; setuptools.setup(long_description='', project_urls={'Source': 'a'})"
+    (clone / "setup.py").write_text(setup)  # nothing compiles
     build = "from setuptools import build_meta; build_meta.build_editable('..')"
     done = python(build, cwd=clone)
     assert done.returncode == 0, done.stderr
@@ -154,7 +217,8 @@ def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
     clone, site = tmp_path / "flce", tmp_path / "site"
     for folder in (clone / "flce", site):
         folder.mkdir(parents=True)
-    (clone / "flce" / "__init__.py").write_text((ROOT / "flce" / "__init__.py").read_text())
+    for name in ("__init__.py", "installation.py"):
+        (clone / "flce" / name).write_text((ROOT / "flce" / name).read_text())
     (site / "flce").symlink_to(ROOT / "flce")
     code = "import sys; sys.path[1:1] = sys.argv[1:]; import flce; print(flce.__file__)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -165,6 +229,35 @@ def test_an_installed_wheel_is_found_beside_a_clone(tmp_path):
     ]
     assert Path(done[0].stdout.strip()) == site / "flce" / "__init__.py", done[0].stderr
     assert "or start Python in another folder" in done[1].stderr.splitlines()[-1]
+
+
+def test_the_source_distribution_builds(tmp_path):
+    """Unpacked and away from the clone, in the environment that is there."""
+    pytest.importorskip("setuptools", "77")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("no clone of git: its files are not known")
+    for name in filter(None, files.stdout.split("\0")):  # what is not tracked may not be needed
+        (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "clone" / name)
+    build = "from setuptools import build_meta as b; print(b.build_{}(sys.argv[1]))"
+    done = python("import sys;" + build.format("sdist"), tmp_path, cwd=tmp_path / "clone")
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("flce-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    shutil.rmtree(tmp_path / "clone")
+    (source,) = (path.parent for path in tmp_path.glob("flce-*/setup.py"))
+    cuda = {"FLCE_CUDA": "0", "FLCE_GLIBC": ""}
+    done = python("import sys;" + build.format("wheel"), tmp_path, cwd=source, **cuda)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *_, built, choice = (line for line in done.stdout.splitlines() if line.startswith("flce: "))
+    assert "built for the CPU alone" in built and "nvcc and cublasLt.h are found" in choice
+    (wheel,) = tmp_path.glob("flce-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    loss = "flce.linear_cross_entropy(torch.ones(2, 4), torch.ones(3, 4), torch.tensor([0, 2]))"
+    code = f"import torch, flce; print(flce.__file__, round({loss}.item(), 3))"
+    done = python(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout.split() == [str(tmp_path / "site/flce/__init__.py"), "1.099"], done.stderr
 
 
 LIBRARIES = sorted((ROOT / "flce").glob("*.so"))

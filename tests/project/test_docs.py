@@ -4,6 +4,7 @@ Pages that need a framework run in test_docs_frameworks.py."""
 
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -58,6 +59,53 @@ def test_a_wrong_block_fails(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="wrong"):
         pages.run(page, {})
     assert [pages.unmarked(block) for block in pages.blocks_of(page)] == [False, False, True]
+
+
+IMPORTED = {
+    name
+    for page in pages.PAGES
+    for block in pages.blocks_of(page)
+    if block.language in ("setup", "python")
+    for name in pages.imported(block.code)
+}
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=pages.name_of)
+def test_a_block_imports_what_it_uses_or_continues_one(page):
+    assert list(pages.unexplained(page, IMPORTED)) == []
+
+
+def test_a_name_that_was_not_shown_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    setup = "<!-- setup\nimport torch\nlabels = 1\n-->\n"
+    first = "```python\nx = torch.ones(labels)\n```\n"
+    page.write_text(f"{setup}{first}")
+    assert list(pages.unexplained(page, {"torch"})) == [(6, ["torch"])]
+    first = first.replace("x =", "import torch\nx =")
+    second = "```python\ndef f():\n    return torch.sum(x)\n```\n"
+    page.write_text(f"{setup}{first}{second}")
+    assert list(pages.unexplained(page, {"torch"})) == [(10, ["torch", "x"])]
+    page.write_text(f"{setup}{first}\n<!-- continues -->\n{second}")
+    assert list(pages.unexplained(page, {"torch"})) == []
+
+
+def test_the_start_pages_blocks_run_when_they_are_pasted():
+    """Each alone, with nothing that the page does not show."""
+    for block in pages.blocks_of(pages.DOCS / "index.md"):
+        if block.language == "python":
+            exec(compile(block.code, f"index.md:{block.line}", "exec"), {"__name__": "pasted"})
+
+
+WIDTH = 88  # a column of the site, on a screen of 1440 pixels
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=pages.name_of)
+def test_code_is_not_cut_off(page):
+    """What a program prints (no language) is as wide as it is."""
+    for block in pages.blocks_of(page):
+        if block.language not in ("", "setup"):
+            for number, line in enumerate(block.code.splitlines(), block.line):
+                assert len(line) <= WIDTH, f"{pages.name_of(page)}:{number}"
 
 
 @pytest.mark.parametrize("page", [*pages.PAGES, *OTHERS], ids=pages.name_of)
@@ -156,6 +204,67 @@ def test_the_table_of_measurements_has_the_pictures_figures(pictures):
             assert (ratio, size) in [(r, f"{s:.{digits}f}") for r, s in known], (name, ratio, size)
             compared += 1
     assert compared >= 3 * len(pictures.SHAPES)
+
+
+def cells_of(text, first):
+    """The cells of the rows of a table whose header begins with `first`."""
+    lines = iter(text.splitlines())
+    header = next(line for line in lines if line.startswith(f"| {first} |"))
+    next(lines)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    cells = [row.replace("**", "").strip("|").split("|") for row in (header, *rows)]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
+def figures(row, digits=1):
+    return f"{row['ms']:.{digits}f}", f"{row['peak_bytes'] / 1e9:.2f} GB"
+
+
+def test_readmes_tables_are_those_of_the_records(pictures):
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    made = pictures.record("25-h200-readme")["rows"]
+    header, *rows = cells_of(text, "tokens x hidden x classes")
+    names = ["gemms", "eager", "torch.compile", "liger", "cce", "flce auto"]
+    assert len(rows) >= 4 and len(header) == 1 + len(names)
+    for shape, *cells in rows:
+        sizes = [int(size) for size in shape.split(" x ")]
+        here = [r for r in made if [r["tokens"], r["hidden"], r["vocab"]] == sizes]
+        found = {r["contestant"]: figures(r, 2 if r["ms"] < 5 else 1) for r in here}
+        assert cells == [found["gemms"][0], *(", ".join(found[name]) for name in names[1:])]
+    made = pictures.record("25-h200-logprobs")["rows"]
+    made = [r for r in made if r["shape"] == "head" and r["kind"] == "policy"]
+    found = {row["contestant"]: figures(row) for row in made}
+    header, cells = cells_of(text, "GEMMs alone")
+    names = ["eager", "compile", "TRL's chunks", "verl's kernel", "Liger's GRPO", "linear_loss"]
+    assert len(header) == 1 + len(names)
+    assert cells == [found["GEMMs"][0], *(", ".join(found[name]) for name in names)]
+
+
+def test_readmes_step_is_that_of_the_record(pictures):
+    text = " ".join((pages.ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = pictures.record("23-h200-models")["rows"]
+    for loss in ("plain", "liger", "fuse"):
+        (row,) = (
+            r
+            for r in rows
+            if (r["model"], r["tokens"], r["contestant"]) == ("llama-1b", 8192, loss)
+        )
+        assert f"{row['peak_bytes'] / 1e9:.1f} GB and {row['ms']:.0f} ms" in text, loss
+
+
+def test_the_target_bench_readme_measures_readmes_table(scripts):
+    makefile = (pages.ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^bench-readme:.*\n\t\$\(PYTHON\) \S+ (.*)$", makefile, re.MULTILINE)
+    options = scripts("bench").parse_options(command.split())
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    _, *rows = cells_of(text, "tokens x hidden x classes")
+    made = [f"{s.tokens} x {s.hidden} x {s.vocab}" for _, s in options.shapes]
+    assert made == [row[0] for row in rows]
+    assert options.budget == ["default"] and options.passes == ["step"]
+
+
+def test_readme_is_short():
+    assert len((pages.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 
 
 def test_readmes_picture_has_the_figures_of_fuses_tables(pictures):

@@ -18,6 +18,16 @@ def examples_of(name):
     return parser.get_doctest(text, globs, f"flce.{name}", None, 0)
 
 
+CALLABLE = [name for name in flce.__all__ if callable(getattr(flce, name))]
+RESULTS = {"LinearCrossEntropyOutput", "Plan", "TopLogprobs"}  # which no user makes
+
+
+@pytest.mark.parametrize("name", sorted({*CALLABLE} - RESULTS))
+def test_what_it_raises(name):
+    text = inspect.getdoc(getattr(flce, name))
+    assert "Raises" in text or "Error" in text
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"))

@@ -117,7 +117,8 @@ def options_of(function):
     function = function.__init__ if inspect.isclass(function) else function
     function = [function, *typing_extensions.get_overloads(function)][-1]
     code = function.__code__
-    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount]
+    is_variadic = bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + is_variadic]
     (options,) = typing.get_args(function.__annotations__[name])
     return options
 
@@ -265,7 +266,7 @@ NARROWER = {"classes", "topk", *RETURNS}
 def test_an_option_has_one_type():
     """In all TypedDicts; those of overloads narrow it, without a default."""
     table = hints_of(Options) | hints_of(TeacherOptions)
-    for options in vars(flce.options).values():
+    for options in (*vars(flce.options).values(), *vars(flce.overloads).values()):
         if typing_extensions.is_typeddict(options):
             for name, hint in hints_of(options).items():
                 is_narrower = not hasattr(options.__annotations__[name], "__metadata__")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import re
+import platform
 import shutil
 import sys
 import zipfile
@@ -16,6 +16,8 @@ import flce
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
+import cross  # noqa: E402
+import cuda_library  # noqa: E402
 import sbom  # noqa: E402
 
 LIBRARIES = [Path(flce.__file__).with_name(name) for name in check_wheel.EXPORTS]
@@ -44,7 +46,7 @@ def test_faults_are_found(tmp_path, monkeypatch):
     assert "PyInit__C is not exported" in names
     assert any(name.startswith("takes _ZN") for name in names)
     monkeypatch.setitem(check_wheel.NEWEST, "GLIBCXX", (3, 4, 10))
-    faults = list(check_wheel.faults_of_versions(library))
+    faults = list(check_wheel.faults_of_versions(library, platform.machine()))
     assert any(fault.startswith("needs GLIBCXX_3.4.") for fault in faults)
     assert "needs the library libtorch.so" in faults
 
@@ -54,9 +56,50 @@ def test_a_file_that_is_no_wheel_of_flce_is_refused(tmp_path, monkeypatch):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("flce/_C.abi3.so", "")
     monkeypatch.setattr(check_wheel, "MOST_BYTES", 1)
-    tag, size, libraries = check_wheel.faults_of(wheel)
-    assert "is not tagged cp310-abi3-manylinux_2_28_x86_64" in tag and "at most 1" in size
+    (tag,) = check_wheel.faults_of(wheel)
+    assert "is not tagged cp310-abi3-manylinux_2_28_ and one of x86_64, aarch64" in tag
+    wheel = wheel.rename(tmp_path / "flce-0.1.0-cp310-abi3-manylinux_2_28_aarch64.whl")
+    size, libraries = check_wheel.faults_of(wheel)
+    assert "at most 1" in size
     assert libraries == "has ['_C.abi3.so'], not ['_C.abi3.so', 'libflce_cuda.so']"
+
+
+@pytest.mark.parametrize("machine", check_wheel.MACHINES)
+def test_a_library_of_another_machine_is_found(machine):
+    """In a wheel that is tagged for this one."""
+    faults = list(check_wheel.faults_of_machine(LIBRARIES[0], machine))
+    name = check_wheel.MACHINES[platform.machine()][0]
+    assert faults == ([] if machine == platform.machine() else [f"is for {name}"])
+
+
+def test_a_cuda_library_is_read_from_its_file(tmp_path):
+    path = tmp_path / "libflce_cuda.so"
+    path.write_bytes(b"\x7fELF\0flce_cuda built by nvcc 12.9 for 800,900,1200;\0more")
+    assert cuda_library.built(path) == ("12.9", ["80", "90", "120"])
+    path.write_bytes(b"\x7fELF\0")
+    with pytest.raises(ValueError, match="expected a CUDA library of flce"):
+        cuda_library.built(path)
+
+
+def test_the_file_says_what_the_library_says():
+    if not LIBRARIES[1].exists():
+        pytest.skip("the CUDA library was not built")
+    nvcc, architectures = cuda_library.built(LIBRARIES[1])
+    gpus = " ".join(f"sm_{one}" for one in architectures)
+    described = torch.ops.flce.cuda_describe()
+    assert f"nvcc {nvcc}, " in described and f"GPUs {gpus}\n" in described
+
+
+@pytest.mark.parametrize("machine", check_wheel.MACHINES)
+def test_torch_of_another_machine_is_its_names(machine, tmp_path):
+    if not shutil.which(f"{machine}-linux-gnu-gcc"):
+        pytest.skip(f"no {machine}-linux-gnu-gcc")
+    path = tmp_path / "libtorch_cpu.so"
+    cross.write_library(machine, path, ["aoti_torch_one", "torch_two"])
+    defined = {name for _, here, name, _ in check_wheel.symbols(path) if here}
+    assert {"aoti_torch_one", "torch_two"} == defined
+    assert "Library soname: [libtorch_cpu.so]" in check_wheel.run("readelf", "-dW", str(path))
+    assert list(check_wheel.faults_of_machine(path, machine)) == []
 
 
 def test_the_bill_of_materials_names_what_is_linked_in(tmp_path):
@@ -70,10 +113,10 @@ def test_the_bill_of_materials_names_what_is_linked_in(tmp_path):
         archive.writestr("flce-0.1.0.dist-info/METADATA", headers)
         archive.write(library, "flce/libflce_cuda.so")
     sbom.main(wheel)
-    bill = json.loads((tmp_path / "flce-0.1.0.cdx.json").read_text())
+    bill = json.loads(wheel.with_suffix(".cdx.json").read_text())
     (digest,) = bill["metadata"]["component"]["hashes"]
     assert digest["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
     runtime, torch_ = bill["components"]
-    release = re.search(r"nvcc ([\d.]+)", torch.ops.flce.cuda_describe())[1]
+    release = cuda_library.built(library).nvcc
     assert runtime["name"].startswith("NVIDIA CUDA Runtime") and runtime["version"] == release
     assert torch_["name"] == "torch" and torch_["description"] == "required: torch>=2.10"

@@ -45,9 +45,13 @@ def losses(wants_lse: bool = False) -> None:
     assert_type(flce.linear_cross_entropy(x, w, (ids, probabilities)), Tensor)
     assert_type(flce.linear_cross_entropy(x, w, y, return_lse=False), Tensor)
     made = flce.linear_cross_entropy(x, w, y, return_lse=True, reduction="none")
-    assert_type(made, LinearCrossEntropyOutput)
     assert_type(made.loss, Tensor)
-    assert_type(made.lse, Tensor | None)
+    assert_type(made.lse, Tensor)
+    assert_type(made.entropy, Tensor | None)
+    both = flce.linear_cross_entropy(x, w, y, return_lse=True, return_entropy=True, topk=2)
+    assert_type(both.lse.exp(), Tensor)
+    assert_type(both[0], Tensor)
+    assert_type(flce.cross_entropy(torch.randn(4, 16), y, return_lse=True).lse, Tensor)
     detached = flce.linear_cross_entropy(x, w, y, return_entropy="detached", return_accuracy=True)
     assert_type(detached, LinearCrossEntropyOutput)
     assert_type(flce.linear_cross_entropy(x, w, y, topk=2), LinearCrossEntropyOutput)
@@ -103,7 +107,11 @@ def modules() -> None:
     head = LinearCrossEntropyHead(8, 16, bias=False, softcap=30.0)
     assert_type(head(x), Tensor)
     assert_type(head(x, y, token_weight=torch.ones(4)), Tensor)
-    assert_type(head(x, labels=y, return_lse=True), LinearCrossEntropyOutput)
+    assert_type(head(x, labels=y, return_lse=True).lse, Tensor)
+    assert_type(head(x, labels=y, return_accuracy=True), LinearCrossEntropyOutput)
+    labels: Tensor | None = y if head.out_features else None
+    assert_type(head(x, labels), Tensor)
+    assert_type(head(x, labels=labels, reduction="sum"), Tensor)
     assert_type(head.forward(x, y), Tensor | LinearCrossEntropyOutput)
     assert_type(head.softcap, float | None)
     head.temperature, head.save = 0.5, "stats"
@@ -111,6 +119,7 @@ def modules() -> None:
     loss = flce.LinearCrossEntropyLoss(8, 16, reduction="none", weight=torch.ones(16))
     assert_type(loss(x, y), Tensor)
     assert_type(loss(x, y, return_entropy=True), LinearCrossEntropyOutput)
+    assert_type(loss(x, y, return_lse=True).lse, Tensor)
     assert_type(loss.linear, torch.nn.Linear)
 
 
@@ -122,6 +131,8 @@ def plans() -> None:
     assert_type(made.buffers, dict[str, int])
     assert_type(made.collectives["statistics"].bytes, int)
     assert_type(str(made), str)
+    assert_type(made.text, str)
+    assert_type(made.as_dict(), dict[str, object])
 
 
 def fusion() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import flce
-from flce.bench import CONTESTANTS, Case, cases, run
+from flce.bench import CONTESTANTS, Case, Result, cases, default_case, run
 from flce.bench.__main__ import main
+from flce.bench.machine import load_warning
 from flce.bench.progress import Progress
+from flce.bench.report import table
 
 SIZES = ["--tokens", "64", "--hidden", "32", "--vocab", "512", "--seconds", "0"]
 
@@ -54,6 +56,47 @@ def test_what_it_writes(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr()
     assert "peak memory" in shown.out and "b.json" in shown.out
     assert "no picture: " in shown.err and "pip install matplotlib" in shown.err
+
+
+def test_ratios_to_eager():
+    results = [Result("eager", [2.0, 4.0, 3.0], 1000), Result("flce", [1.0, 1.5, 2.0], 250)]
+    rows = table(results).splitlines()
+    assert "over eager:" in rows[0] and rows[1].split()[-2:] == ["time", "memory"]
+    assert rows[2].split()[-2:] == ["1.00x", "1.00x"]
+    assert rows[3].split()[-2:] == ["0.50x", "0.25x"]
+    assert "x" not in table(results[1:]).splitlines()[-1].split()[-1]  # no eager, no ratio
+    failed = Result("eager", failed="no memory")
+    assert "over eager" not in table([failed, results[1]])
+
+
+@pytest.mark.parametrize(("load", "warns"), [(0.1, False), (1.0, False), (1.1, True)])
+def test_a_machine_under_load_is_told(load, warns, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert bool(load_warning()) == warns
+    status, _ = bench(tmp_path, "--contestants", "flce")
+    assert status == 0
+    assert ("warning: the machine is under load (1.1 on 4" in capsys.readouterr().err) == warns
+
+
+def test_load_is_not_known_everywhere(monkeypatch):
+    monkeypatch.delattr("os.getloadavg")
+    assert load_warning() == ""
+
+
+def test_the_case_of_a_cpu_shows_what_the_logits_take(monkeypatch):
+    """Less than half of the eager loss's memory, by the plan; more tokens with more cores."""
+    tokens = []
+    for threads in (1, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        case = default_case("cpu")
+        sizes = case.tokens, case.hidden, case.vocab
+        planned = flce.plan(*sizes, dtype=case.dtype, device="cpu").peak_bytes
+        gradients = 4 * (case.tokens + case.vocab) * case.hidden
+        eager = 3 * 4 * case.tokens * case.vocab
+        assert planned < 0.5 * (eager + gradients)
+        tokens.append(case.tokens)
+    assert tokens[0] < tokens[1]
 
 
 def test_the_picture(tmp_path):

@@ -26,10 +26,12 @@ OTHERS = {
     "benchmarks/sampled_training.py": "tests/tools/test_benchmarks.py",
     "benchmarks/soak.py": "tests/tools/test_benchmarks.py",
     "benchmarks/train_loop.py": "tests/tools/test_benchmarks.py",
+    "benchmarks/train_parallel.py": "tests/tools/test_train_parallel.py",
     "docs/make_api.py": "tests/project/test_docs.py",
     "examples/finetune_hf.py": "tests/frameworks/test_finetune_hf.py",
     "tests/check_kernels.py": "tests/project/test_check_kernels.py",
     "tests/check_wheel.py": "tests/project/test_wheel.py",
+    "tools/cross.py": "tests/project/test_wheel.py",
     "tools/hub.py": "tests/frameworks/test_hub.py",
     "tools/sbom.py": "tests/project/test_wheel.py",
 }
