@@ -69,7 +69,7 @@ def _memory(plan: Plan) -> list[str]:
 def summary(plan: Plan) -> str:
     """Loop, chunks, GEMMs, memory and its parts, and what ranks exchange."""
     where = "forward" if plan.forward_peak_bytes >= plan.backward_peak_bytes else "backward"
-    kernel = ", logits by Hopper's own kernel" if plan.kernel == "fused" else ""
+    kernel = ", logits by a kernel of flce's own" if plan.kernel == "fused" else ""
     lines = [
         f'save="{plan.save}": {_STRATEGIES[plan.save]}',
         _loop(plan),

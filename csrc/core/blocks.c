@@ -84,7 +84,7 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .z_size = wide ? stat : size};
 }
 
-/* A GEMM of the model: waves of whole tiles of that of these shapes which takes the least time. */
+/* The time of a GEMM: the least over `shapes`, each in waves of whole tiles. */
 static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int number, int64_t m,
                            int64_t n, int64_t k) {
   double best = INFINITY, units = (double)loop->facts->multiprocessors;
@@ -100,8 +100,8 @@ static double tiled_effort(const block_loop* loop, const gemm_tile* shapes, int 
 /* That of Hopper's fused_exp, whose clusters have two tiles along the rows. */
 static const gemm_tile kFusedTile = {128, 192, 1.0};
 
-/* The effort of a GEMM that writes an m x n result of elements of `size` bytes or, `sums`, adds to
- * it, whose traffic the mainloops of blocks do not hide. */
+/* The effort of a GEMM with an m x n result of elements of `size` bytes. `sums`: it adds to the
+ * result, whose traffic counts in full, as the mainloops of blocks do not hide it. */
 static double gemm_effort(const block_loop* loop, int64_t m, int64_t n, int64_t k, int64_t size,
                           bool sums) {
   if (!loop->modelled) return plain_gemm_effort(m, n, k, size, sums);

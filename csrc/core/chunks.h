@@ -24,7 +24,7 @@ static const double kAddsPerByte = 80.0;
 /* The same of other GEMMs, and on CPUs. */
 static const double kSlowAddsPerByte = 8.0;
 
-/* Of a GEMM's tiles: chunks are whole tiles if they are larger. */
+/* Rows of a GEMM's tile. A chunk of more rows is a multiple of it. */
 enum { TILE_ROWS = 128 };
 
 /* The effort of a GEMM with an m x n result on a CPU, or on a GPU of operands that are not 16-bit:

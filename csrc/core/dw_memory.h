@@ -1,5 +1,5 @@
-/* What the memory of dW holds before dW does (plan->dx_first), in the two passes of engine.c,
- * forward_grads_dx_first:
+/* What is in the memory of dW until dW is written there (plan->dx_first), in the two passes of
+ * engine.c, forward_grads_dx_first:
  *
  *   dX    a chunk of rows with all classes: its logits, the result of dX's GEMM, the copies of x
  *   dW    by blocks of classes over all rows, while they fit:
@@ -17,7 +17,7 @@
 /* Bytes: the alignment of each matrix there; and what aligning all of them takes at most. */
 enum { FLCE_DW_ALIGNMENT = 256, FLCE_DW_PADDING = 6 * FLCE_DW_ALIGNMENT };
 
-/* Of the row of dW that is a class's. */
+/* Bytes of one class's row of dW. */
 static inline int64_t flce_dw_class_bytes(const flce_plan* plan) {
   return plan->weight_hidden * flce_size_of(plan->grad_weight_dtype);
 }

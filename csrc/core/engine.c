@@ -136,7 +136,7 @@ static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
 }
 
 /* save=grads under a small max_memory: the statistics of all rows first, then the gradients by
- * blocks of rows and classes. */
+ * blocks of rows and classes. There is at least one row (flce_may_use_blocks). */
 static flce_status forward_grads_by_blocks(const execution* e) {
   int64_t rows = e->problem->shape.rows;
   FLCE_TRY(flce_sum_weight(e));

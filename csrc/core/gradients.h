@@ -8,8 +8,8 @@
 flce_status flce_sum_weight(const execution* e);
 /* Initial values of what the chunks add to, and the rows that no chunk holds. */
 flce_status flce_begin_gradients(const execution* e);
-/* The GEMM of the chunk's dX; in form exp it needs no coefficients. A block of classes after the
- * first one is added to the result for those before. */
+/* The GEMM of the chunk's dX; in form exp it needs no coefficients. The results of a chunk's
+ * blocks of classes are summed: the first one overwrites, the others add. */
 flce_status flce_dx_gemm(const execution* e, const chunk* c);
 /* The B operand of dW's GEMM, a scaled copy of the chunk's rows of x, where flce_finish_dx does not
  * write it. */

@@ -9,13 +9,17 @@
  *                    overwrites them and what is saved of them
  *   gradients        dtypes of dX, dW and db: where they are kept and where the GEMMs write them
  *   the sum of dW    over chunks: in which dtype, and by which kernel
- *   blocks           whether the gradients are made by blocks of rows and classes (blocks.c)
  *   chunks           their rows, from the bytes of a row (chunks.c). Over many chunks dW is summed
  *                    in a wider dtype: this part may still change accum_dtype
  *   copies of x      where a chunk's rows of x are copied to
  *
  * From all of these follow the buffers and their offsets (buffers.c), and the costs
- * (plan_counts.c). */
+ * (plan_counts.c).
+ *
+ * All of this is done for chunks of all classes first. Where gradients may be made by blocks of
+ * rows and classes, flce_plan_checked compares the times of both (blocks.c) and, if blocks are
+ * faster, makes the plan again with block_rows, block_classes and dx_first set before everything
+ * else: hence by_blocks() in each part. */
 #include "core/plan.h"
 
 #include "core/blocks.h"
@@ -47,8 +51,8 @@ enum {
   /* max_memory by default, on devices with 8 GiB or more. */
   DEFAULT_BYTES = 1 << 30,
   /* The logits of a chunk by default where no gradients are made and something reads them, on a
-   * GPU; but those of so many rows. More rows save launches alone: there is no dW that each chunk
-   * would read and write. */
+   * GPU: LOSS_BYTES, or LOSS_ROWS rows where these take more. More rows save launches alone: there
+   * is no dW that each chunk would read and write. */
   LOSS_BYTES = 192 << 20,
   LOSS_ROWS = 512,
 };
@@ -115,7 +119,8 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   if (plan->z_dtype != FLCE_F32) return false;
   if (again && problem->has.probabilities) return false;
   if (again && !reads_z) return true;
-  /* The forward reads logits, too (dX first): gemm_adds_bias is of fused_logits and that GEMM. */
+  /* The forward reads logits, too (dX first). gemm_adds_bias holds for fused_logits and for the
+   * GEMM that computes the logits again, so both must be able to. */
   if (again && problem->has.bias && !facts->gemm_adds_bias) return false;
   bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
   return facts->fused_writes_z && !gives_e;

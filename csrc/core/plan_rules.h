@@ -24,8 +24,8 @@ enum { FLCE_BLOCK_CLASS_STEP = 64 };
 static inline flce_dtype block_dtype(const flce_plan* plan) {
   return plan->fuses_blocks ? plan->exp_dtype : plan->z_dtype;
 }
-/* True if the pass that makes the gradients computes the logits again: for all of them or, with
- * dx_first, for dW. */
+/* True if the pass that makes the gradients computes the logits again: for all gradients or,
+ * with dx_first, for dW and db. */
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }

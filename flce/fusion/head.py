@@ -208,7 +208,8 @@ def attach(fusion, name, enclosing):
 
 
 def detach(enclosing, linears):
-    """Undoes `attach`. A class derived since (FSDP2's) stays, and does nothing without Fusion."""
+    """Undoes `attach`. A Module whose class was derived since (FSDP2's) is left as it is: its
+    Fusion is not attached any more, so it defers nothing."""
     for module in (*linears, enclosing):
         if base := type(module).__dict__.get("_flce_base"):
             _set_class(module, base)

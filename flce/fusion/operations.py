@@ -21,7 +21,7 @@ from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 from .values import deferred_value_of
 
 HANDLERS = {}  # {(form of the Record, function): (handler, number of arguments or None)}
-_ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # forms that have the classes last
+_ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # of one head's logits with the classes last
 _PRODUCTS = {frozenset((P, LOG_P)): P_LOG_P, frozenset((P, None)): P_Z}
 
 
@@ -344,7 +344,8 @@ def _kl_div(function, deferred, args, kwargs):
 
 @handles("argmax")
 def _argmax(function, deferred, args, kwargs):
-    """After a loss alone: rounded logits may be equal, which changes what is generated."""
+    """After a loss was computed only: rounded logits may be equal, which changes what a model
+    generates."""
     arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
     require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_settled)
     deferred.head_call.check(compares_samples=True)
