@@ -9,8 +9,9 @@
  * rows (the leading dimension).
  *
  * Flow: flce_plan_call() decides everything that follows from sizes, without side effects. The
- * caller allocates the buffers that the plan lists. flce_forward() and flce_backward() then run one
- * loop over chunks of rows, which calls the functions of a backend's table (backend.h).
+ * caller allocates the buffers that the plan lists. flce_forward() and flce_backward() then run a
+ * loop over chunks of rows, or loops over blocks of rows and classes, which call the functions of a
+ * backend's table (backend.h).
  */
 #ifndef FLCE_H
 #define FLCE_H

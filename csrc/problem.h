@@ -83,8 +83,8 @@ static inline bool flce_has_backward(flce_strategy strategy) {
  * and applying grad_output needs no pass over [N][V].
  * DZ: the gradient of z, rounded once. It is needed for float16, whose range cannot hold E
  * (samples are drawn from E in bfloat16), and where the gradient is not a row factor times E:
- * probability targets, softcap with label smoothing, the gradients of the entropy and of the logits
- * of classes. */
+ * probability targets, a softcap with label smoothing or top-k, the tail's logsumexp, the gradients
+ * of the entropy and of the logits of classes, divergences. */
 typedef enum flce_form { FLCE_FORM_EXP, FLCE_FORM_DZ } flce_form;
 
 /* ---- samples (docs/sampled-reference.md) ----

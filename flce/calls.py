@@ -31,7 +31,7 @@ class CallOptions(typing.NamedTuple):
     rows: int | None
     integers: tuple
     numbers: tuple
-    group: str | None = None  # torch omits a last argument that has its default
+    group: str | None = None  # a Python kernel gets no last arguments that have their defaults
 
     def value(self, name):
         """The integer of that name."""
@@ -251,7 +251,7 @@ class SavedGradients(typing.NamedTuple):
         return (*gradients, *forward)
 
 
-# ---- flat: the values of a record, with those of a record in it in its place ----
+# ---- flat: a record's values, where a record among them is replaced by its own values ----
 #
 # A teacher that is None has no values: the operators' last arguments have defaults.
 

@@ -84,6 +84,8 @@ class EagerValue(DeferredValue):
         return self.has_gradient and torch.is_grad_enabled()
 
     def then(self, record, view=None):
+        """`view` is read for the pieces of a tuple alone: the view of a single result is torch's
+        own."""
         return DeferredStep((self,), record, self.head_call, view)
 
     def summed(self, other, head_call, record):

@@ -153,7 +153,8 @@ def _copy(function, deferred, args, kwargs):
     if function is torch.Tensor.contiguous and deferred.meta_tensor().is_contiguous():
         return args[0]
     if function not in (torch.detach, torch.Tensor.detach):
-        # Autograd keeps the values of a softmax: a copy may be written to.
+        # A copy of a softmax is a step of its own: the caller may write to it, and the values of the
+        # softmax itself are those that autograd has saved.
         copy_record = deferred.record.then(steps.CAST, deferred.record.dtype, torch.clone)
         return deferred.then(copy_record if deferred.record.form_steps else deferred.record)
     # With when="labels" who detaches logits may keep them, to read them after a step.
