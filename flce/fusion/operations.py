@@ -153,8 +153,8 @@ def _copy(function, deferred, args, kwargs):
     if function is torch.Tensor.contiguous and deferred.meta_tensor().is_contiguous():
         return args[0]
     if function not in (torch.detach, torch.Tensor.detach):
-        # A copy of a softmax is a step of its own: the caller may write to it, and the values of the
-        # softmax itself are those that autograd has saved.
+        # A copy of a softmax is a step of its own: the caller may write to it, and the values of
+        # the softmax itself are those that autograd has saved.
         copy_record = deferred.record.then(steps.CAST, deferred.record.dtype, torch.clone)
         return deferred.then(copy_record if deferred.record.form_steps else deferred.record)
     # With when="labels" who detaches logits may keep them, to read them after a step.
