@@ -192,7 +192,7 @@ def linear_cross_entropy_of(
     if teacher and (packed.reduction == "none" or options.get("save") == "stats"):
         gradients = NO_GRADIENTS  # the backward makes them
     memory, traced = packed.memory(input.device), is_traced()
-    # The backward of a divergence adds in Python, what its forward has made (_scale_saved).
+    # Of a divergence the backward adds, in Python, the gradient of the forward (_scale_saved).
     accumulates = accumulator is not None and not teacher
     allow_tf32 = input.is_cuda and input.dtype is torch.float32 and _tf32_is_on()
     # The fields in their order: arguments by name take four times as long.

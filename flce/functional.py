@@ -63,8 +63,8 @@ class Function(typing.NamedTuple):
 
 def _call(function, operands, options, caller=None):
     """The loss, or the loss with the wanted outputs. `function`: a Function; `caller`: see
-    sharding.ShardedCall. A call of plain tensors reaches `run` without any of the helpers below;
-    they serve the other calls."""
+    sharding.ShardedCall. A call whose operands and options are all plain tensors reaches `run`
+    without any of the helpers below; they serve the other calls."""
     if not function.options.keys() >= options.keys():
         table.check_names(function.operator, function.options, options)
     kinds = (*map(type, operands), *map(type, options.values()))

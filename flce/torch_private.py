@@ -237,7 +237,7 @@ def call_after_backward(function):
 
 # Whether two Tensors share their storage.
 is_alias = torch._C._is_alias_of
-# What a Tensor's own method does, without __torch_function__.
+# A context without __torch_function__ of subclasses.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 

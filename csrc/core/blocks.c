@@ -164,9 +164,9 @@ static int64_t most_bytes(const block_loop* loop) {
 }
 
 /* By default dW is summed in 16 bits, by blocks of at least as many rows as the chunks without
- * max_memory have (default_rows), so that it is rounded no more often. If those rows need more than
- * max_memory and more than a sum in the stat dtype, and the loop over chunks of all classes would
- * have such a sum, the loop over blocks has one. */
+ * max_memory have (default_rows), so that it is rounded no more often. Blocks sum in the stat dtype
+ * only if chunks of all classes would, and if those rows need more bytes than that sum and than
+ * max_memory. */
 static void choose_dw_sum(block_loop* loop, int64_t default_rows) {
   const flce_problem* problem = loop->problem;
   flce_dtype stat = flce_stat_dtype(loop->plan->dtype);
@@ -316,7 +316,8 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
   block_shape dx_first = {0};
   double of_dx_first = choose_dx_first(loop, chunks, &dx_first);
   choose_dw_sum(&loop, chunks->default_rows);
-  /* A sum of dW that chunks would widen takes more memory than max_memory saves. */
+  /* Where chunks would sum dW in the stat dtype and blocks not, chunks are no choice: that sum
+   * takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
   double of_chunks = widens ? INFINITY : chunks->effort, statistics = statistics_effort(&loop);
   double least = fastest_blocks(&loop, of_chunks - statistics, chunks->rows, block) + statistics;

@@ -172,7 +172,7 @@ chunk flce_chunk_in_dw(const execution* e, int64_t first) {
   c.dx_rows = take(e, &next, rows * dx_row);
   c.copied_x = take(e, &next, rows * bytes_of_copied_x(plan));
   c.scaled_x = NULL;                   /* these chunks make no dW */
-  c.fused_scratch = take(e, &next, 1); /* the last: flce_dx_row_bytes has counted its bytes */
+  c.fused_scratch = take(e, &next, 1); /* its address alone: nothing follows it */
   if (writes_logits(plan)) c.z = z;
   c.out = in_place_of(e, &z);
   return c;

@@ -72,7 +72,8 @@ static flce_status forward_stats(const execution* e) {
   return flce_reduce_losses(e, false);
 }
 
-/* No gradient is wanted: the same steps, with the statistics in the workspace. */
+/* No gradient is wanted: the same steps, with the statistics in the workspace unless they are an
+ * output. */
 static flce_status forward_loss_only(const execution* e) {
   return forward_stats(e);
 }

@@ -24,7 +24,8 @@ typedef struct execution {
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
   const int64_t* index; /* the tokens of the computed rows, if the plan gathers them, or NULL */
-  int64_t no_class; /* of tensors->classes: the id that is none. A shard's problem has another. */
+  int64_t no_class; /* of tensors->classes: the id that means no class. The problem of a shard has
+                       another. */
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -144,7 +145,7 @@ typedef struct chunk {
   /* The classes of z and out: all of this rank, or a block of them (engine.c: gradients_of_blocks)
    */
   int64_t first_class, classes;
-  const int64_t* index; /* their tokens, or NULL: the same */
+  const int64_t* index; /* their tokens; NULL: computed row i is token i */
   void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
   void* scaled_x;       /* FLCE_BUF_SCALED_X: the B operand of dW's GEMM, or NULL if x itself is */
   void* dx_rows;        /* FLCE_BUF_DX_ROWS: the result of dX's GEMM, or NULL if dX itself is */

@@ -16,7 +16,8 @@ flce_status flce_scalars_and_skipped_rows(const execution* e, bool may_overlap);
 flce_fused_call flce_fused_call_of(const execution* e, const chunk* c);
 /* Logits of a chunk. If fused_logits computes them, flce_statistics() is its second part. */
 flce_status flce_logits(const execution* e, const chunk* c);
-/* The same, and of the first chunk `begin`, before or during its logits GEMM. */
+/* The same; for the first chunk also `begin`: before its GEMM, or queued after fused_logits, with
+ * which it may overlap. */
 flce_status flce_logits_with(const execution* e, const chunk* c, flce_beginning begin);
 
 /* ---- statistics ---- */

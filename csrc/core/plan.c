@@ -41,7 +41,8 @@ enum {
   /* Up to so many classes, a chunk's rows of dX and x take as much memory as its logits. Then, if
    * all logits in the GEMMs' dtype have at least SMALL_VOCAB_BYTES, a chunk, the GEMMs' workspace
    * and the TOKEN_BYTES of all tokens take together no more than all logits: no more than an eager
-   * loss. Where TOKEN_BYTES are over half of that, a chunk takes as much as they do. */
+   * loss. Where TOKEN_BYTES are over half of all logits less the workspace, a chunk takes as much
+   * as they do. */
   SMALL_VOCAB = 8192,
   SMALL_VOCAB_BYTES = 128 << 20,
   /* About the bytes of a token's statistics, coefficients, target order and index. */

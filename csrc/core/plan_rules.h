@@ -29,9 +29,8 @@ static inline flce_dtype block_dtype(const flce_plan* plan) {
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
-/* Bytes of fused_exp's scratch for each row of a block of so many classes. As the scratch of all
- * classes it has numbers of each tile, in proportion to the classes, and of the row: at most
- * OF_ROW. */
+/* Bytes of fused_exp's scratch for each row of a block of so many classes. It has
+ * numbers of each tile, in proportion to the classes, and at most OF_ROW bytes more. */
 static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab, int64_t classes) {
   enum {
     OF_ROW = 48

@@ -100,7 +100,7 @@ def _wanted_leaves(ctx):
 
 def _run(loss_backwards, leaves, accumulates, is_full):
     """Sets `leaf_gradients` of the LossBackwards. accumulates: flce adds the weight's to its .grad
-    itself; is_full: all leaves are asked for."""
+    itself; is_full: all leaves are asked for, and flce adds to no .grad."""
     keeps_graph = torch_private.keeps_graph()
     nested = [
         backward for backward in loss_backwards if not (is_full and _run_directly(backward, leaves))

@@ -185,7 +185,8 @@ def _set_class(module, new):
 
 
 def _mix_in(module, mixin):
-    if not isinstance(module, mixin):  # by an earlier fusion, of whose class FSDP2 derives its own
+    # Else an earlier fusion has done it, and FSDP2's class derives from that one.
+    if not isinstance(module, mixin):
         _set_class(module, _class_of(type(module), mixin))
 
 
