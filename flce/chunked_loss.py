@@ -435,10 +435,11 @@ class _Chunks:
 
     def _returned(self, loss_fn, outputs, part):
         """What loss_fn returns. An error of None where it takes entropy is explained."""
+        has_entropy = all(output is not None for output in outputs)
         try:
             return loss_fn(*outputs, part)
         except (TypeError, AttributeError) as error:
-            if outputs[1] is not None or "NoneType" not in str(error):
+            if has_entropy or "NoneType" not in str(error):
                 raise
             expected = (
                 'no use of None, as its entropy is without entropy="differentiable", "detached"'

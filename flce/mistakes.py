@@ -189,8 +189,9 @@ def _operands_of(arguments):
     rows_name = "logits" if "logits" in arguments else "input"
     rows, weight = arguments.get(rows_name), arguments.get("linear_weight")
     target = arguments.get("target")
-    given = (target, rows) if rows_name == "logits" else (target, rows, weight)
-    if any(tensor is None for tensor in given) or rows.dim() == 0 or given[-1].dim() == 0:
+    if target is None or rows is None or rows.dim() == 0:
+        return None
+    if rows_name == "input" and (weight is None or weight.dim() == 0):
         return None
     return _Operands(rows_name, rows, weight, target)
 

@@ -109,7 +109,7 @@ def results(packed, outputs, target, of_loss, rows):
     packed: packing.Packed; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
     composite.LossTensors; rows: as in calls.CallOptions.
     """
-    _warn_if_none_counts(packed, target, of_loss.num_items, outputs.loss)
+    _warn_if_none_counts(packed, target, of_loss.num_items, outputs.loss, rows)
     has_classes = outputs.class_logits is not None
     if not packed.wants_outputs and not has_classes:
         return outputs.loss
@@ -122,10 +122,13 @@ def results(packed, outputs, target, of_loss, rows):
     return LinearCrossEntropyOutput(outputs.loss, **values)
 
 
-def _warn_if_none_counts(packed, target, num_items, loss):
+def _warn_if_none_counts(packed, target, num_items, loss, rows):
     """A warning if a mean is over no row, as all labels are ignored. The count of the rows that is
     num_items may be 0 on purpose."""
-    if packed.reduction != "mean" or num_items is not None or not has_values(target) or loss:
+    if packed.reduction != "mean" or num_items is not None:
+        return
+    can_read = rows == calls.COUNTED or has_values(target)  # the first follows from the second
+    if not can_read or loss:
         return
     is_index = target.numel() > 0 and not target.is_floating_point()
     if is_index and validate.is_equal(target, packed.ignore_index).all():

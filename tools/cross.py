@@ -1,6 +1,6 @@
 """Makes the libraries that link flce for another machine: `python tools/cross.py aarch64`.
 
-In build/cross-MACHINE, where setup.py looks for them with FLCE_MACHINE: libtorch_cpu.so and
+It writes to build/cross-MACHINE, where setup.py looks with FLCE_MACHINE: libtorch_cpu.so and
 libc10.so, empty but for the names of the stable ABI of torch (tests/stable_abi_2_10.txt), because a
 linker reads nothing else of a shared library; and the static CUDA runtime of nvcc's release, from
 NVIDIA's package for that machine. Needs MACHINE-linux-gnu-gcc.

@@ -1,6 +1,6 @@
 """Writes the software bill of materials of a wheel, CycloneDX 1.6: `python tools/sbom.py WHEEL`.
 
-Beside the wheel, as WHEEL.cdx.json: the wheel with its digest, the CUDA runtime that is
+It writes WHEEL.cdx.json next to the wheel: the wheel with its digest, the CUDA runtime that is
 linked into it, and what it requires. The version of the CUDA runtime is that of the nvcc whose
 library names it.
 """

@@ -58,16 +58,21 @@ static flce_status exchange_all_statistics(const execution* e) {
   return all.rows > 0 ? flce_exchange_statistics(e, &all) : FLCE_OK;
 }
 
+/* The statistics of all rows; `begin` with the first chunk. */
+static flce_status statistics_of_all_rows(const execution* e, flce_beginning begin) {
+  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
+    const chunk c = flce_chunk_in_place(e, first);
+    FLCE_TRY(flce_logits_with(e, &c, begin));
+    FLCE_TRY(flce_statistics(e, &c));
+  }
+  return exchange_all_statistics(e);
+}
+
 /* save=stats: the statistics are an output. flce_scalars_and_skipped_rows is called once: before or
  * during the first chunk's logits GEMM, or here if there are no rows. */
 static flce_status forward_stats(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
-  for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
-    const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
-    FLCE_TRY(flce_statistics(e, &c));
-  }
-  FLCE_TRY(exchange_all_statistics(e));
+  FLCE_TRY(statistics_of_all_rows(e, flce_scalars_and_skipped_rows));
   FLCE_TRY(flce_class_logits(e));
   return flce_reduce_losses(e, false);
 }
@@ -141,12 +146,7 @@ static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
 static flce_status forward_grads_by_blocks(const execution* e) {
   int64_t rows = e->problem->shape.rows;
   FLCE_TRY(flce_sum_weight(e));
-  for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
-    const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));
-    FLCE_TRY(flce_statistics(e, &c));
-  }
-  FLCE_TRY(exchange_all_statistics(e));
+  FLCE_TRY(statistics_of_all_rows(e, begin_with_gradients));
   for (int64_t first = 0; first < rows; first += e->plan->block_rows) {
     const chunk c = flce_rows_of_blocks(e, first);
     FLCE_TRY(flce_loss_coefficients(e, &c));
