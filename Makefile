@@ -61,7 +61,7 @@ integrations: $(FRAMEWORKS)
 
 test-integrations: $(FRAMEWORKS)
 	$(PYTEST) $(wildcard tests/frameworks/test_integrations*.py) \
-		$(patsubst %,tests/frameworks/test_%.py,docs_frameworks finetune_hf) \
+		$(patsubst %,tests/frameworks/test_%.py,docs_frameworks finetune_hf framework_benchmark) \
 		$(patsubst %,tests/fuse/test_fuse_%.py,deepspeed loops peft rl tp trainer transformers)
 
 demo: $(READY)

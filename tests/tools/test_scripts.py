@@ -20,6 +20,7 @@ OTHERS = {
     "benchmarks/conformance_peers.py": "tests/tools/test_conformance.py",
     "benchmarks/distill.py": "tests/tools/test_benchmarks.py",
     "benchmarks/distill_plot.py": "tests/tools/test_benchmarks.py",
+    "benchmarks/frameworks.py": "tests/frameworks/test_framework_benchmark.py",
     "benchmarks/pictures.py": "tests/project/test_docs.py",
     "benchmarks/plot.py": "tests/tools/test_benchmarks.py",
     "benchmarks/precision.py": "tests/tools/test_benchmarks.py",
