@@ -19,6 +19,8 @@ SEED = 11
 SIZES = {"tiny": llama.Sizes(256, 4, 4, 2, 512, 4096, tied=True), "1b": llama.SIZES["1b"]}
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 LEARNING_RATE = 1e-4
+# Of what trainers log. GRPO: equal rewards mean that both runs drew the same tokens.
+LOGGED = ("loss", "grad_norm", "entropy", "reward")
 CLIP = 1.0  # the norm to which gradients are clipped, as by transformers' Trainer
 
 
@@ -60,7 +62,7 @@ class Meter:
         self.times.append(1e3 * (self._now() - self.started))
 
     def log(self, values):
-        for name in ("loss", "grad_norm", "entropy"):
+        for name in LOGGED:
             if name in values:
                 self.logs.setdefault(name, []).append(float(values[name]))
 
@@ -322,12 +324,13 @@ def run_sft(run):
 def run_dpo(run):
     """Half as many pairs as sequences, the first eighth of each a prompt."""
     pairs, prompt = max(1, run.sequences // 2), run.length // 8
-    rows, rest = run.steps * pairs, run.length - run.length // 8
+    rows = run.steps * pairs
     columns = {"prompt": draw_texts(run, rows, prompt)}
-    columns |= {
-        "chosen": draw_texts(run, rows, rest, 2),
-        "rejected": draw_texts(run, rows, rest, 3),
-    }
+    for seed, name in ((2, "chosen"), (3, "rejected")):
+        texts = draw_texts(run, rows, run.length - prompt, seed)
+        columns[name] = [
+            f" {text}" for text in texts
+        ]  # else its first word joins the prompt's last
     own = {"per_device_train_batch_size": pairs, "max_length": run.length}
     return run_trl(run, "DPO", columns, own, {"ref_model": build_model(run)})
 

@@ -43,6 +43,7 @@ def test_every_case(scripts, tmp_path):
             assert len(result["loss"]) == len(result["step_ms"]) == 2 and result["ms"] > 0
         assert row["loss_difference"] < 1e-5 and row["grad_norm_difference"] < 1e-3, row
         assert any(norm > 0 for norm in plain["grad_norm"])
+    assert rows["grpo"]["reward_difference"] == 0.0  # the same completions
     printed = scripts("frameworks").table(record).splitlines()
     assert len(printed) == 2 + len(cases) and len({line.count("|") for line in printed}) == 1
 
