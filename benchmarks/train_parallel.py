@@ -19,7 +19,10 @@ and moments it would be 64 GB of each of two GPUs before activations. Beta2 is 0
 moment in bfloat16 would not change any more.
 
 The processes and their groups are started once for all runs. With --out one record, which is
-written again after every run, and a picture of it.
+written again after every run, and a picture of it. `host_ms`: in what time the host queues a step.
+Where that is about as long as the step, the step waits for the host: DTensor's dispatch in Python
+takes 0.2 to 0.4 s a step with tensor parallelism, more than the GPUs need for the 1B shape, and
+varies from run to run. The losses then differ by less than that.
 
     python benchmarks/train_parallel.py --ranks 4 --models 1b 8b --steps 100 10 --out new
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --models 1b --case context pipeline
@@ -76,21 +79,23 @@ def make_optimizer(parameters, options):
 
 
 def train(division, tokens, options):
-    """(losses, ms) of each step."""
+    """(losses, ms, the host's ms) of each step."""
     optimizer = make_optimizer(division.parameters, options)
-    clock, losses = Clock(options.device), []
+    clock, host, losses = Clock(options.device), Clock("cpu"), []
     for step, drawn in enumerate(tokens):
         ids, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / RISING)
         clock.mark()
+        host.mark()
         losses.append(division.step(ids, labels))
         optimizer.step()
         optimizer.zero_grad()
+        host.mark()
         clock.mark()
     losses = torch.stack(losses).double()
     dist.all_reduce(losses)  # every rank has its term
-    return losses.tolist(), clock.steps()
+    return losses.tolist(), clock.steps(), host.steps()
 
 
 def free(device):
@@ -118,14 +123,15 @@ def run(name, case, loss, steps, options, ranks):
     try:
         division = CASES[case].divide(sizes, loss, ranks)
         free(options.device)  # of what the whole model took
-        row["losses"], times = train(division, tokens, options)
+        row["losses"], *times = train(division, tokens, options)
     except torch.OutOfMemoryError:  # on all ranks: they have equal shares
         return row | {"failed": "out of memory"}
-    (ms,) = slowest([statistics.median(times[min(WARMUP, steps - 1) :])], options.device)
+    settled = slice(min(WARMUP, steps - 1), None)
+    ms, host_ms = slowest([statistics.median(one[settled]) for one in times], options.device)
     found = memory(options.device)
     found = dict(zip(found, map(int, slowest(list(found.values()), options.device)), strict=True))
     speed = options.sequences * options.length / ms * 1e3
-    return row | {"ms": ms, "tokens_per_s": speed, **found}
+    return row | {"ms": ms, "host_ms": host_ms, "tokens_per_s": speed, **found}
 
 
 # ---- agreement of the curves ----
@@ -157,6 +163,7 @@ def line(row):
         return f"{text}  {row['failed']}"
     text += f"  loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f} {row['ms']:9.1f} ms"
     text += f" {row['tokens_per_s']:9.0f} tokens/s"
+    text += f", host {row['host_ms']:.1f} ms" if "host_ms" in row else ""
     return text + (f" {row['peak_bytes'] / 1e9:6.2f} GB" if "peak_bytes" in row else "")
 
 
