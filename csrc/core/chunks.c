@@ -143,14 +143,14 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
   return loop->tile_rows > tile && fit >= loop->tile_rows ? loop->tile_rows : tile;
 }
 
-/* The most rows of a chunk. row_bytes may be more than the logits of a row, as with few classes and
- * a large H: scratch of fused_logits and a copy of x. Then a tile whose logits fit max_memory
- * fits. */
+/* The most rows of a chunk. With few classes and a large H the scratch of fused_logits and the copy
+ * of x may take more of row_bytes than the logits: up to TILE_ROWS rows whose logits alone fit
+ * max_memory are allowed all the same. */
 static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* loop, int64_t* fit) {
   int64_t of_logits = loop->max_memory / max64(loop->logits_bytes, 1);
   int64_t of_all = loop->max_memory / max64(loop->row_bytes, 1);
-  /* A row of equal shares fits: a rank with more classes must not refuse what the others run. A
-   * rank without a class has no logits. */
+  /* With derived.chunk_rows a row of an equal share fits: a rank with more classes must not refuse
+   * what the others run. A rank without a class has no logits. */
   if (of_logits < 1 && problem->derived.chunk_rows == 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",
