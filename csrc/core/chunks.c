@@ -35,8 +35,8 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
 
 /* dX's GEMM of `rows` rows with its best tile shape and number of splits. Split-K keeps a float32
  * partial result for each split in the GEMM's workspace. */
-static double dx_effort(const flce_problem* problem, const flce_facts* facts,
-                        const chunk_loop* loop, int64_t rows) {
+static double chunk_dx_effort(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, int64_t rows) {
   enum { MOST_SPLITS = 3 };
   double best = INFINITY;
   for (int i = 0; i < FLCE_GEMM_TILES; i++) {
@@ -57,7 +57,7 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts,
  * The exposed part is a linear fit to measured GEMMs. Some of it always remains, which counts
  * where dW is large: 4096 x 16384 x 128256 took 1.6 % longer in two chunks than in one and 4 %
  * longer in four (benchmarks/NOTES.md, 2026-11-23). */
-static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
+static double chunk_dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
   double elements = (double)problem->shape.vocab * (double)loop->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(loop->accum_dtype) * kAddsPerByte;
@@ -71,8 +71,8 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
   enum { FAST_ELEMENTS = 8 }; /* 16-bit: cuBLASLt's fast kernels need multiples of 16 bytes */
   double effort = kChunkEffort + (problem->shape.vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
-  if (loop->makes_dx) effort += dx_effort(problem, facts, loop, rows);
-  if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
+  if (loop->makes_dx) effort += chunk_dx_effort(problem, facts, loop, rows);
+  if (loop->makes_dw) effort += chunk_dw_effort(problem, loop, rows);
   return effort;
 }
 
