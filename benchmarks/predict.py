@@ -123,7 +123,7 @@ def logits_product(machine, rows, hidden, vocab, out=ELEMENT):
 
 def weight_product(machine, rows, hidden, vocab, added):
     """dW of a chunk. The share of dW's own traffic that the mainloop does not hide is a linear fit
-    to measured GEMMs (csrc/core/chunks.c: dw_effort)."""
+    to measured GEMMs (csrc/core/chunks.c: chunk_dw_effort)."""
     adds, elements = product(machine, vocab, hidden, rows), vocab * hidden
     moves = elements * 2 * ELEMENT
     hidden_until = elements * rows / machine.multiply_adds * machine.memory / moves

@@ -108,7 +108,9 @@ typedef enum flce_buffer_id {
   FLCE_BUF_SHARD_INPUT,   /* [N][H] dtypes.input: x of all tokens, if the caller's is sharded */
   FLCE_BUF_SHARD_TARGET,  /* [N] int64: the targets as columns of this rank */
   FLCE_BUF_SHARD_SCALARS, /* [FLCE_SCALAR_COUNT] stat dtype: the scalars of this rank's classes */
-  FLCE_BUF_SHARD_STATS,   /* [R][P][rows] stat dtype: the ranks' statistics of a chunk's rows */
+  /* [R][P][chunk] stat dtype: the ranks' statistics of a chunk's rows; [R][P][rows] where those of
+   * all rows are exchanged at once. */
+  FLCE_BUF_SHARD_STATS,
   /* [R][ceil(N/R)][H] partial_dx_dtype: this rank's partial dX, sent, unless the caller's dX can
    * hold it; then the sums of all ranks, received. */
   FLCE_BUF_PARTIAL_DX,

@@ -5,7 +5,7 @@ import typing
 
 __version__ = "0.1.0"
 
-# The first of flce's own: it imports torch and the compiled module.
+# `installation` before all other files of flce: it imports torch and the compiled module.
 from . import installation, reference
 from .options import LinearCrossEntropyOutput, TopLogprobs
 

@@ -251,7 +251,7 @@ class SavedGradients(typing.NamedTuple):
         return (*gradients, *forward)
 
 
-# ---- flat: a record's values, where a record among them is replaced by its own values ----
+# ---- flat tuples of a record's values, with the values of nested records in their places ----
 #
 # A teacher that is None has no values: the operators' last arguments have defaults.
 
@@ -277,7 +277,8 @@ def _records_in(kind):
 
 
 def read(kind, values):
-    """The record of this class whose `flat` is `values`, but for defaults at its end."""
+    """The record of this class whose `flat` is `values`; the last ones may be left out where the
+    record has defaults for them."""
     values = list(values)
     for i, nested in _records_in(kind):
         end = i + len(nested._fields)

@@ -177,8 +177,8 @@ def _linear_loss(input, linear_weight, target, loss_fn, rows, cu_seqlens, output
     )
     sums = None
     for part in parts:
-        sums = _added(sums, chunks.add(loss_fn, part))
-    total, *values = sums or chunks.none()
+        sums = _with_chunk(sums, chunks.add(loss_fn, part))
+    total, *values = sums or chunks.without_rows()
     total = chunks.differentiable(total) if chunks.has_gradient else total
     return (total, *values) if values else total
 
@@ -243,24 +243,25 @@ def _rows_of_chunk(rows, tokens, operands, dtype, options):
     return max(plan(tokens, input.shape[-1], vocab, save="grads", **call).chunk_rows, 1)
 
 
-def _added(sums, values):
-    """The sums of the chunks so far and of `values`, [loss] or [loss, values] of the next one."""
+def _with_chunk(sums, values):
+    """The sums over the chunks so far, None before the first one, with what the next chunk adds:
+    `values`, [loss] or [loss, values]."""
     try:
         if sums is None:  # 0 +: new tensors, as loss_fn may write to its own; True counts as 1
             return torch_private.tree_map(lambda value: 0 + _widened(value), values)
-        return torch_private.tree_map(_sum, sums, values)
+        return torch_private.tree_map(_add_values, sums, values)
     except (TypeError, ValueError) as error:
         expected = "values that can be added, of one structure and of the same shapes in all chunks"
         refuse("loss_fn", expected, error)
 
 
 def _widened(value):
-    """A 16-bit sum would lose chunks."""
+    """A tensor in float32 at least: a 16-bit sum would lose chunks."""
     narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 2
     return value.float() if narrow else value
 
 
-def _sum(first, second):
+def _add_values(first, second):
     shapes = [tuple(getattr(value, "shape", ())) for value in (first, second)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"shapes {shapes[0]} and {shapes[1]}")
@@ -396,7 +397,8 @@ class _Chunks:
             options["gradient_seed"] = validate.seed_tensor(options["gradient_seed"], input.device)
 
     def _logprobs(self, part):
-        """The log-probabilities and the entropy of the rows `part`, and what has these rows."""
+        """((log-probabilities, entropy), {name: these rows of a tensor of self.rows}) of the rows
+        `part`."""
         rows = {name: tensor[part] for name, tensor in self.rows.items()}
         for name in self.grads:
             rows[name].requires_grad_()
@@ -410,7 +412,7 @@ class _Chunks:
             entropy = self.outputs.entropy
             return logprobs_of(*operands, entropy, 0, options, call=call), rows
 
-    def none(self):
+    def without_rows(self):
         """[loss] where there is no row: runs a call of zero rows, so that its checks happen."""
         (logprobs, _), _ = self._logprobs(slice(0, 0))
         self.has_gradient = bool(self.needs)
@@ -420,7 +422,7 @@ class _Chunks:
         """The list of the loss and the values of the rows `part`; adds to the gradients."""
         outputs, rows = self._logprobs(part)
         cut = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in outputs]
-        returned = self._returned(loss_fn, cut, part)
+        returned = self._call_loss_fn(loss_fn, cut, part)
         loss, *values = returned if isinstance(returned, tuple) and returned else (returned,)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or len(values) > 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(returned).__name__
@@ -433,7 +435,7 @@ class _Chunks:
         loss = loss.to(torch.promote_types(loss.dtype, cut[0].dtype)).reshape(())
         return torch_private.tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, *values])
 
-    def _returned(self, loss_fn, outputs, part):
+    def _call_loss_fn(self, loss_fn, outputs, part):
         """What loss_fn returns. An error of None where it takes entropy is explained."""
         has_entropy = all(output is not None for output in outputs)
         try:

@@ -58,7 +58,7 @@ def _logprobs_of_classes(outputs, at):
 
 def logprobs_at(call, input, linear_weight, ids, options, tail=False, caller=None):
     """As linear_logprobs_at, without its checks; `options`: any of linear_cross_entropy; `caller`:
-    see sharding.ShardedCall, where another function than that calls it."""
+    see sharding.ShardedCall; None: linear_logprobs_at."""
     validate.check_flag("tail", tail)
     target, at, absent = _target_of(ids, options.get("ignore_index"))
     options = {**options, "reduction": "none", "classes": ids, "return_lse": True}

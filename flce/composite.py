@@ -216,7 +216,8 @@ def linear_cross_entropy_of(
     if (seed := _seed(packed, tensors, input.device)) is not None:
         call = call._replace(seed=seed)
     if traced and any(wanted):
-        # The graph's backward needs the outputs that the fakes had, whatever its rows are then.
+        # The backward of the graph reads the outputs that the forward had when it was traced. The
+        # graph may run with another number of rows, so "auto" is decided here.
         call = call._replace(options=fakes.with_strategy(call))
     outputs = calls.run(call)
     if any(wanted):
@@ -243,7 +244,7 @@ def linear_divergence_of(input, linear_weight, target, teacher_input, options):
 
 
 def cross_entropy_of(logits, target, options):
-    """As linear_cross_entropy_of, for given logits."""
+    """As linear_cross_entropy_of, for logits that the caller has."""
     packed, tensors = split(options)
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *tensors.values())

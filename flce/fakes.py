@@ -69,7 +69,7 @@ def with_strategy(call):
     if call.options.choice("save") != "auto":
         return call.options
     description = described(call, call.options)
-    rows, save = _kept_rows(call.target, call.options.rows), description.save_beyond
+    rows, save = _rows_in_memory(call.target, call.options.rows), description.save_beyond
     for strategy, limit in (
         (description.save_of_rows_to_keep, description.rows_to_keep),
         (description.save_of_one_chunk, description.one_chunk_rows),
@@ -91,8 +91,9 @@ def rows_shape(target):
     return target.shape[:-1] if target.is_floating_point() else target.shape
 
 
-def _kept_rows(target, rows):
-    """The rows that there is memory for; `rows`: the operators' argument."""
+def _rows_in_memory(target, rows):
+    """The number of rows that there is memory for: all, also where they are counted when the
+    operator runs. `rows`: the operator's argument."""
     return math.prod(rows_shape(target)) if rows is None or rows < 0 else rows
 
 
@@ -179,7 +180,7 @@ def _fake_forward(call):
     if save in ("logits", "samples"):
         dtype = torch.int32 if description.saved_dtype < 0 else DTYPES[description.saved_dtype]
         saved = call.input.new_empty(
-            (_kept_rows(target, options.rows), description.saved_pitch), dtype=dtype
+            (_rows_in_memory(target, options.rows), description.saved_pitch), dtype=dtype
         )
     if save == "grads":
         gradients = _fake_gradients(call, options, description)
@@ -201,8 +202,9 @@ def check_operands(input, linear_weight, linear_bias=None):
 
 
 def _check_loss_tensors(name, first, shape, classes, target, *vectors):
-    """The same of the others. `name`, `first`: of the rows' tensor; `shape`, `classes`: of all
-    rows; `vectors`: weight, token_weight, temperature, num_items."""
+    """As check_operands, for the target and the other tensors of a loss. `first`: input or logits,
+    `name` its name; `shape`: of the rows of all ranks; `classes`: the number of all classes;
+    `vectors`: weight, token_weight, temperature, num_items."""
     floating = target.is_floating_point()
     if target.dtype not in (*DTYPES, torch.int64, torch.int32):
         expected = "class indices of dtype torch.int64 or torch.int32, or probabilities of a "
@@ -279,7 +281,7 @@ def _gemm_flops(input, operands, options, gemms, entries=None):
     input: of these GEMMs; operands: as of described."""
     target, classes = operands.target, len(operands.linear_weight)
     classes = entries or min(options.valid_vocab or classes, classes)
-    rows = _kept_rows(target, options.rows)
+    rows = _rows_in_memory(target, options.rows)
     if target.is_cpu and not target.is_floating_point() and not torch_private.is_fake(target):
         rows = int((~is_equal(target, options.value("ignore_index"))).sum())
     return 2 * gemms * rows * input.shape[-1] * classes

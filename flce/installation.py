@@ -21,7 +21,7 @@ def _load():
     `python -m flce.info` the report, and the end of the process."""
     try:
         _import_torch()
-        if sys.platform != "linux" and not _built():
+        if sys.platform != "linux" and not _module_files():
             return False
         _import_module()
         return True
@@ -46,20 +46,20 @@ def _import_module():
     try:
         from ._C import read_environment  # noqa: F401  registers the operators
     except ImportError as error:
-        if not _built():
+        if not _module_files():
             raise ImportError(
                 f"flce: no compiled module flce._C in {_FOLDER}. In a clone, run `pip install "
                 "--no-build-isolation -e .`, or start Python in another folder"
             ) from error
-        module, torch = _built()[0], sys.modules["torch"].__version__
+        module, torch = _module_files()[0], sys.modules["torch"].__version__
         raise ImportError(
             f"flce: the compiled module {module} cannot be loaded with torch {torch}: {error}. "
             "Install flce again; `python -m flce.info` prints what there is"
         ) from error
 
 
-def _built():
-    """The compiled module's file, if there is one."""
+def _module_files():
+    """[the compiled module's file], or [] without one."""
     return sorted(_FOLDER.glob("_C.*"))
 
 
@@ -67,8 +67,8 @@ def _report(error):
     """The lines that `python -m flce.info` prints in place of its own."""
     yield f"flce {sys.modules[__package__].__version__}"
     torch = sys.modules.get("torch")
-    found = f"torch {torch.__version__}" if torch else "no torch that can be imported"
-    yield f"{found}, python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    version = f"torch {torch.__version__}" if torch else "no torch that can be imported"
+    yield f"{version}, python {platform.python_version()}, {platform.system()} {platform.machine()}"
     files = sorted(path for one in ("_C.*", "libflce_cuda.*") for path in _FOLDER.glob(one))
     yield from (f"built: {path}, {path.stat().st_size} bytes" for path in files)
     if not files:

@@ -147,7 +147,7 @@ def _is_dense(value):
 
 class _Operands(typing.NamedTuple):
     """Tensors of a refused call. `rows`: the one whose leading dimensions are those of the rows,
-    `rows_name` its name; weight: None with given logits."""
+    `rows_name` its name; weight: None in a call with logits."""
 
     rows_name: str
     rows: torch.Tensor

@@ -379,7 +379,7 @@ LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")
 
 
 def completed(function, defaults, options):
-    """The `options` to `function`, completed by `defaults`, those of all that it has."""
+    """The `options` to `function`, and for all others that it has their `defaults`."""
     check_names(function, defaults, options)
     return {**defaults, **options}
 

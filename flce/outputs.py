@@ -123,11 +123,12 @@ def results(packed, outputs, target, of_loss, rows):
 
 
 def _warn_if_none_counts(packed, target, num_items, loss, rows):
-    """A warning if a mean is over no row, as all labels are ignored. The count of the rows that is
-    num_items may be 0 on purpose."""
+    """A warning if a mean is over no row, as all labels are ignored. Not with num_items, which may
+    count the rows of other micro-batches too."""
     if packed.reduction != "mean" or num_items is not None:
         return
-    can_read = rows == calls.COUNTED or has_values(target)  # the first follows from the second
+    # The first, which is faster, is the case only where the second is true (composite._rows).
+    can_read = rows == calls.COUNTED or has_values(target)
     if not can_read or loss:
         return
     is_index = target.numel() > 0 and not target.is_floating_point()

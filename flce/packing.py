@@ -93,7 +93,7 @@ WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 
 class Memory(typing.NamedTuple):
     """In bytes, by the names of the options. In `memory` of csrc/problem.h max_memory is `bound`,
-    kept_memory `kept`, and bound_is_default has its name."""
+    kept_memory `kept`, and bound_is_default has the same name."""
 
     max_memory: int = 1 << 30
     kept_memory: int = 1 << 30
@@ -397,8 +397,8 @@ def divergence_code(divergence):
 
 
 def _split_scalar(name, value, tensors, items):
-    """Adds a tensor given for a number to `items`, by its value if it is 0-d. A temperature stays a
-    tensor, in `tensors`, unless it is a 0-d CPU tensor: reading others would synchronise."""
+    """Adds a tensor where a number is expected to `items`, by its value if it is 0-d. A temperature
+    stays a tensor, in `tensors`, unless it is 0-d on the CPU: reading others would synchronise."""
     validate.check_constant(name, value)
     validate.refuse_transforms(value)
     is_known = value.dim() == 0 and value.is_cpu and not torch.compiler.is_compiling()

@@ -293,7 +293,7 @@ def autograd_in_dispatch():
 
 
 def without_dispatch_modes():
-    """A context without TorchDispatchModes: values that are not made are none of theirs."""
+    """A context without TorchDispatchModes, which are not to see Tensors without values."""
     if count_of_dispatch_modes() == 0:
         return contextlib.nullcontext()
     return torch.utils._python_dispatch._disable_current_modes()

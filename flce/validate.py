@@ -21,7 +21,7 @@ def refuse(name, expected, got, error=ValueError):
 
 
 def refusal(error):
-    """The exception, marked: it names the argument, and no other one is named in its place."""
+    """The exception, marked as one that names its argument, so that nothing looks for another."""
     if not torch.compiler.is_dynamo_compiling():  # it would refuse the attribute instead
         error.is_flce_refusal = True
     return error

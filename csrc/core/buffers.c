@@ -13,10 +13,10 @@ enum {
    * buffer that the workspace of each pass has. */
   FORWARD = FLCE_IN_FORWARD,
   BACKWARD = FLCE_IN_BACKWARD,
-  /* A tensor of the caller's: alive from the forward to the end of the backward; or an output of
-   * the backward. */
-  KEPT = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD,
-  RETURNED = FLCE_OUTPUT | FLCE_IN_BACKWARD,
+  /* A tensor of the caller's: an output of the forward, alive to the end of the backward; or an
+   * output of the backward. */
+  FORWARD_OUTPUT = FLCE_OUTPUT | FLCE_IN_FORWARD | FLCE_IN_BACKWARD,
+  BACKWARD_OUTPUT = FLCE_OUTPUT | FLCE_IN_BACKWARD,
 };
 
 /* A row of the table. A buffer that each pass has in another size has a row for each: both
@@ -68,22 +68,23 @@ static void list_results(const flce_problem* problem, flce_plan* plan) {
   const int64_t stat = stat_size(plan), index = sizeof(int64_t);
   const bool saves = plan->strategy == FLCE_SAVE_LOGITS || plan->strategy == FLCE_SAVE_SAMPLES;
   const int64_t saved_row = plan->saved_pitch * flce_size_of(plan->saved_dtype);
-  const unsigned statistics = plan->keeps_statistics ? KEPT : FORWARD;
+  const unsigned statistics = plan->keeps_statistics ? FORWARD_OUTPUT : FORWARD;
   const table_row rows[] = {
-      {FLCE_BUF_LOSS, true, KEPT, (problem->reduction == FLCE_NONE ? n : 1) * stat},
+      {FLCE_BUF_LOSS, true, FORWARD_OUTPUT, (problem->reduction == FLCE_NONE ? n : 1) * stat},
       {FLCE_BUF_STATS, true, statistics, FLCE_STAT_COUNT * n * stat},
       {FLCE_BUF_SCALARS, true, statistics, FLCE_SCALAR_COUNT * stat},
-      {FLCE_BUF_SAVED, saves, KEPT, problem->shape.rows * saved_row},
-      {FLCE_BUF_PREDICTIONS, problem->wants.predictions, KEPT, n * index},
-      {FLCE_BUF_CLASSES, problem->wants.topk > 0, KEPT, of_classes * index},
-      {FLCE_BUF_CLASS_LOGITS, true, KEPT, of_classes * stat},
+      {FLCE_BUF_SAVED, saves, FORWARD_OUTPUT, problem->shape.rows * saved_row},
+      {FLCE_BUF_PREDICTIONS, problem->wants.predictions, FORWARD_OUTPUT, n * index},
+      {FLCE_BUF_CLASSES, problem->wants.topk > 0, FORWARD_OUTPUT, of_classes * index},
+      {FLCE_BUF_CLASS_LOGITS, true, FORWARD_OUTPUT, of_classes * stat},
   };
   ADD_ROWS(plan, rows);
 }
 
-/* Bytes of a gradient in the caller's dtype, if it is kept in another one until then. */
-static int64_t rounded_bytes(bool exists, int64_t elements, flce_dtype kept, flce_dtype caller) {
-  return exists && kept != caller ? elements * flce_size_of(caller) : 0;
+/* Bytes of a gradient in the caller's dtype, if the forward makes it in another one, from which the
+ * backward rounds it. */
+static int64_t rounded_bytes(bool exists, int64_t elements, flce_dtype own, flce_dtype callers) {
+  return exists && own != callers ? elements * flce_size_of(callers) : 0;
 }
 
 static void list_gradients(const flce_problem* problem, flce_plan* plan) {
@@ -98,12 +99,12 @@ static void list_gradients(const flce_problem* problem, flce_plan* plan) {
   const int64_t rounded = rounded_bytes(dx, in_dx, of_dx, problem->dtypes.input) +
                           rounded_bytes(dw, in_dw, of_dw, problem->dtypes.weight) +
                           rounded_bytes(db, in_db, of_db, problem->dtypes.bias);
-  const unsigned made = plan->strategy == FLCE_SAVE_GRADS ? KEPT : RETURNED;
+  const unsigned alive = plan->strategy == FLCE_SAVE_GRADS ? FORWARD_OUTPUT : BACKWARD_OUTPUT;
   const table_row rows[] = {
-      {FLCE_BUF_GRAD_INPUT, dx, made, in_dx * flce_size_of(of_dx)},
-      {FLCE_BUF_GRAD_WEIGHT, dw, made, in_dw * flce_size_of(of_dw)},
-      {FLCE_BUF_GRAD_BIAS, db, made, in_db * flce_size_of(of_db)},
-      {FLCE_BUF_ROUNDED, true, RETURNED, rounded},
+      {FLCE_BUF_GRAD_INPUT, dx, alive, in_dx * flce_size_of(of_dx)},
+      {FLCE_BUF_GRAD_WEIGHT, dw, alive, in_dw * flce_size_of(of_dw)},
+      {FLCE_BUF_GRAD_BIAS, db, alive, in_db * flce_size_of(of_db)},
+      {FLCE_BUF_ROUNDED, true, BACKWARD_OUTPUT, rounded},
   };
   ADD_ROWS(plan, rows);
 }
@@ -244,11 +245,12 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
 static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
   const int64_t n = problem->shape.tokens, ranks = problem->shard.ranks, stat = stat_size(plan);
   const int64_t input_row = problem->shape.hidden * flce_size_of(problem->dtypes.input);
-  /* Statistics are exchanged for each chunk where what follows reads those of all classes, else for
-   * all rows at once. */
+  /* Where the chunk's next step reads the statistics of all classes, they are exchanged for each
+   * chunk, else for all rows at once. A divergence exchanges each chunk's too, but where it makes
+   * no gradients its buffer is as large as for all rows. (count_collectives counts the calls.) */
   const bool grads = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
-  const bool each_chunk = grads || plan->strategy == FLCE_SAVE_SAMPLES;
-  const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
+  const bool holds_one_chunk = grads || plan->strategy == FLCE_SAVE_SAMPLES;
+  const int64_t exchanged = holds_one_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;
   const bool sums_dx = makes_gradients(problem, plan) && sums_partial_dx(problem);

@@ -36,7 +36,7 @@ static const char* number_text(double value, char text[32]) {
 #define EXPECT(rule, ...) \
   if (!(rule)) return flce_fail(FLCE_INVALID_ARGUMENT, __VA_ARGS__)
 
-/* Checks that a dtype is that of the GEMMs' operands or the wide one. */
+/* Checks that a dtype is `own`, that of the GEMMs' operands, or `wide`, the stat dtype. */
 static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own, flce_dtype wide) {
   EXPECT(got == own || got == wide, "%s: expected torch.%s%s%s, got torch.%s", name,
          flce_dtype_name(own), own == wide ? "" : " or torch.",
@@ -184,13 +184,13 @@ flce_status flce_find_classes(flce_problem* problem, int64_t start, int64_t voca
 }
 
 static flce_status check_classes(const flce_problem* problem) {
-  long long topk = problem->wants.topk, given = problem->wants.row_classes;
+  long long topk = problem->wants.topk, count = problem->wants.row_classes;
   int64_t all = flce_is_sharded(problem) ? problem->shard.classes : problem->shape.vocab;
   long long most = min64(all, FLCE_MOST_TOPK);
   EXPECT(topk >= 0 && topk <= most, "topk: expected 0 to %lld, got %lld", most, topk);
-  EXPECT(topk == 0 || given == flce_candidates(topk),
+  EXPECT(topk == 0 || count == flce_candidates(topk),
          "classes: expected the %lld candidates for topk, got %lld",
-         (long long)flce_candidates(topk), given);
+         (long long)flce_candidates(topk), count);
   return FLCE_OK;
 }
 
@@ -223,11 +223,11 @@ static flce_status check_shard(const flce_problem* problem) {
   return FLCE_OK;
 }
 
-/* What the losses have and a divergence does not. */
+/* Refuses options of the losses that a divergence does not have. */
 static flce_status check_absent_options(const flce_problem* problem) {
   const struct {
     const char* name;
-    bool given;
+    bool is_set;
   } options[] = {{"weight", problem->has.class_weight},
                  {"label_smoothing", problem->loss.label_smoothing != 0.0},
                  {"z_loss", problem->loss.z_loss != 0.0},
@@ -240,7 +240,7 @@ static flce_status check_absent_options(const flce_problem* problem) {
                  {"classes", problem->wants.row_classes > 0},
                  {"grad_weight_into", problem->backward.adds_grad_weight}};
   for (size_t i = 0; i < sizeof options / sizeof *options; i++)
-    EXPECT(!options[i].given, "%s: expected none with a divergence, got one", options[i].name);
+    EXPECT(!options[i].is_set, "%s: expected none with a divergence, got one", options[i].name);
   return FLCE_OK;
 }
 

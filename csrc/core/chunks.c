@@ -35,8 +35,8 @@ static double logits_effort(const flce_problem* problem, const flce_facts* facts
 
 /* dX's GEMM of `rows` rows with its best tile shape and number of splits. Split-K keeps a float32
  * partial result for each split in the GEMM's workspace. */
-static double dx_effort(const flce_problem* problem, const flce_facts* facts,
-                        const chunk_loop* loop, int64_t rows) {
+static double chunk_dx_effort(const flce_problem* problem, const flce_facts* facts,
+                              const chunk_loop* loop, int64_t rows) {
   enum { MOST_SPLITS = 3 };
   double best = INFINITY;
   for (int i = 0; i < FLCE_GEMM_TILES; i++) {
@@ -57,7 +57,7 @@ static double dx_effort(const flce_problem* problem, const flce_facts* facts,
  * The exposed part is a linear fit to measured GEMMs. Some of it always remains, which counts
  * where dW is large: 4096 x 16384 x 128256 took 1.6 % longer in two chunks than in one and 4 %
  * longer in four (benchmarks/NOTES.md, 2026-11-23). */
-static double dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
+static double chunk_dw_effort(const flce_problem* problem, const chunk_loop* loop, int64_t rows) {
   double elements = (double)problem->shape.vocab * (double)loop->hidden;
   double products = elements * (double)rows;
   double moves = elements * 2.0 * (double)flce_size_of(loop->accum_dtype) * kAddsPerByte;
@@ -71,8 +71,8 @@ static double chunk_effort(const flce_problem* problem, const flce_facts* facts,
   enum { FAST_ELEMENTS = 8 }; /* 16-bit: cuBLASLt's fast kernels need multiples of 16 bytes */
   double effort = kChunkEffort + (problem->shape.vocab % FAST_ELEMENTS > 0 ? kRaggedEffort : 0.0);
   if (loop->makes_logits) effort += logits_effort(problem, facts, loop, rows);
-  if (loop->makes_dx) effort += dx_effort(problem, facts, loop, rows);
-  if (loop->makes_dw) effort += dw_effort(problem, loop, rows);
+  if (loop->makes_dx) effort += chunk_dx_effort(problem, facts, loop, rows);
+  if (loop->makes_dw) effort += chunk_dw_effort(problem, loop, rows);
   return effort;
 }
 
@@ -143,14 +143,14 @@ static int64_t tile_of(const chunk_loop* loop, int64_t fit) {
   return loop->tile_rows > tile && fit >= loop->tile_rows ? loop->tile_rows : tile;
 }
 
-/* The most rows of a chunk. row_bytes may be more than the logits of a row, as with few classes and
- * a large H: scratch of fused_logits and a copy of x. Then a tile whose logits fit max_memory
- * fits. */
+/* The most rows of a chunk. With few classes and a large H the scratch of fused_logits and the copy
+ * of x may take more of row_bytes than the logits: up to TILE_ROWS rows whose logits alone fit
+ * max_memory are allowed all the same. */
 static flce_status fitting_rows(const flce_problem* problem, const chunk_loop* loop, int64_t* fit) {
   int64_t of_logits = loop->max_memory / max64(loop->logits_bytes, 1);
   int64_t of_all = loop->max_memory / max64(loop->row_bytes, 1);
-  /* A row of equal shares fits: a rank with more classes must not refuse what the others run. A
-   * rank without a class has no logits. */
+  /* With derived.chunk_rows a row of an equal share fits: a rank with more classes must not refuse
+   * what the others run. A rank without a class has no logits. */
   if (of_logits < 1 && problem->derived.chunk_rows == 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "max_memory: expected at least one row of logits, %lld bytes, got %lld",

@@ -17,7 +17,7 @@ static flce_rows view_logits(const flce_backend* backend, const flce_problem* pr
   return view;
 }
 
-static flce_status check_classes(const flce_problem* problem) {
+static flce_status check_has_classes(const flce_problem* problem) {
   if (problem->shape.vocab >= 1) return FLCE_OK;
   return flce_fail(FLCE_INVALID_ARGUMENT, "logits: expected at least one class, got %lld",
                    (long long)problem->shape.vocab);
@@ -29,7 +29,7 @@ flce_status flce_cross_entropy_forward(const flce_backend* backend, const flce_p
   bool reduced = problem->reduction != FLCE_NONE;
   flce_rows view =
       view_logits(backend, problem, tensors, reduced ? tensors->workspace : tensors->loss, &e);
-  FLCE_TRY(check_classes(problem));
+  FLCE_TRY(check_has_classes(problem));
   FLCE_TRY(flce_check_loss(problem));
   CALL(&e, prepare, problem, tensors, NULL, 0, false);
   CALL(&e, stat_rows, &view);
@@ -46,7 +46,7 @@ flce_status flce_cross_entropy_backward(const flce_backend* backend, const flce_
   set_out(&view, &(chunk_matrix){tensors->grad_input, problem->dtypes.gemm, problem->shape.vocab,
                                  problem->shape.vocab});
   flce_upstream upstream = upstream_of(&e);
-  FLCE_TRY(check_classes(problem));
+  FLCE_TRY(check_has_classes(problem));
   CALL(&e, row_coefficients, &view, NULL, &upstream, scalar(&e, FLCE_SCALAR_INV_DENOM),
        tensors->workspace);
   view.coef = tensors->workspace;

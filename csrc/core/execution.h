@@ -24,8 +24,9 @@ typedef struct execution {
   const void* bias;          /* [V] stat dtype, or NULL */
   void* losses;              /* [N] stat dtype, or NULL in a backward */
   const int64_t* index; /* the tokens of the computed rows, if the plan gathers them, or NULL */
-  int64_t no_class; /* of tensors->classes: the id that means no class. The problem of a shard has
-                       another. */
+  /* The id in tensors->classes that means no class. From the caller's problem: that of a shard has
+   * another ignore_index. */
+  int64_t no_class;
 } execution;
 
 /* Calls a function of the backend. If it fails, its error message becomes flce_last_error()'s, and
@@ -138,8 +139,8 @@ static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
   return exists ? (char*)e->tensors->workspace + b->offset : NULL;
 }
 
-/* Consecutive computed rows whose logits are in memory at a time: where what belongs to them is.
- * All of it follows from the plan and the first row (chunk_memory.h). */
+/* Consecutive computed rows whose logits are in memory at a time, and where their matrices and
+ * vectors are. All of it follows from the plan and the first row (chunk_memory.h). */
 typedef struct chunk {
   int64_t first, rows; /* computed rows [first, first + rows) */
   /* The classes of z and out: all of this rank, or a block of them (engine.c: gradients_of_blocks)

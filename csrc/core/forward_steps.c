@@ -155,8 +155,8 @@ flce_status flce_loss_dz(const execution* e, const chunk* c) {
 flce_status flce_class_logits(const execution* e) {
   const flce_plan* plan = e->plan;
   if (e->problem->wants.row_classes == 0) return FLCE_OK;
-  if (e->problem->shape.vocab ==
-      0) { /* a rank without a class, to which all targets are out of range */
+  if (e->problem->shape.vocab == 0) {
+    /* A rank without a class, to which all targets are out of range. */
     CALL(e, fill, e->tensors->class_logits, 0, plan->buffers[FLCE_BUF_CLASS_LOGITS].bytes);
     return FLCE_OK;
   }

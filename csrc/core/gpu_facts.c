@@ -41,10 +41,13 @@ static flce_status read_choice(const char* text, kernel_choice* choice) {
                    "FLCE_KERNEL: expected \"auto\", \"gemm\" or \"fused\", got \"%s\"", text);
 }
 
-/* Depends on dtypes and sizes alone, so that a forward and its backward agree. */
+/* Whether an architecture's own GEMMs can run. Depends on dtypes and sizes alone, so that a forward
+ * and its backward agree. */
 static bool suits_own_gemms(const flce_problem* p) {
-  return (p->dtypes.gemm == FLCE_BF16 || p->dtypes.gemm == FLCE_F16) &&
-         p->shape.vocab <= FLCE_MAX_VOCAB && p->shape.tokens <= INT32_MAX / 2;
+  const bool is_16_bit = p->dtypes.gemm == FLCE_BF16 || p->dtypes.gemm == FLCE_F16;
+  if (!is_16_bit) return false; /* they are compiled for operands of these two dtypes */
+  /* Their rows and columns are of type int, also when rounded up to whole tiles. */
+  return p->shape.vocab <= FLCE_MAX_VOCAB && p->shape.tokens <= INT32_MAX / 2;
 }
 
 /* Finding the valid rows takes about 40 us, 2 % of a step with kLeast logits. Gathering their x
@@ -65,26 +68,30 @@ static bool has_scaled_logits(const flce_problem* p) {
          !p->wants.predictions;
 }
 
-/* Whether the fused kernels implement this loss. With probabilities they implement no other
- * option. */
+/* Whether the fused logits GEMM implements this loss, in one of the versions that enum Kind of
+ * cuda/rows/row.cuh names. */
 static bool suits_fused_gemm(const flce_problem* p) {
-  const bool others = !has_scaled_logits(p) || p->has.class_weight || p->has.temperature;
-  return !p->has.unaligned_operand && !(p->has.probabilities && others);
+  if (p->has.unaligned_operand) return false; /* TMA reads from multiples of 16 bytes */
+  if (!p->has.probabilities) return true;     /* kGeneral has every option for class targets */
+  /* kSoft, the version for probabilities, has no other option than a bias. */
+  return has_scaled_logits(p) && !p->has.class_weight && !p->has.temperature;
 }
 
-/* Whether the kernels of scaled rows (cuda/rows/row.cuh) serve one of a divergence's two logits
- * GEMMs. */
-static bool suits_scaled_rows(const flce_problem* p) {
+/* Whether kScaled, the version that packs, implements one of a divergence's two logits GEMMs: it is
+ * compiled for class targets and has no other option than a bias and a factor of z for each row. */
+static bool suits_packing_kernel(const flce_problem* p) {
   return has_scaled_logits(p) && !p->has.probabilities;
 }
 
-/* Whether the fused kernels run both logits GEMMs of a divergence and pack the logits. Ranks of a
- * sharded vocabulary exchange the statistics of both first. */
+/* Whether the fused kernels run both logits GEMMs of a divergence, and the student's packs the
+ * logits of both. `always`: wherever they can, also where cuBLASLt is faster. */
 static bool suits_packing(const flce_logits_gemm_sizes* gemm, const flce_problem* p, bool always) {
   const flce_problem* t = p->divergence.teacher;
-  return t && !t->has.logits && !flce_is_sharded(p) && suits_scaled_rows(p) &&
-         suits_scaled_rows(t) && suits_own_gemms(t) && suits_fused_gemm(t) &&
-         (always || t->shape.hidden >= gemm->least_hidden);
+  if (!t || t->has.logits) return false; /* there is no GEMM of a teacher */
+  if (flce_is_sharded(p)) return false;  /* the ranks exchange the statistics of both first */
+  if (!suits_own_gemms(t) || !suits_fused_gemm(t)) return false; /* the teacher's is not fused */
+  if (!suits_packing_kernel(p) || !suits_packing_kernel(t)) return false; /* one has an option */
+  return always || t->shape.hidden >= gemm->least_hidden; /* the teacher's GEMM writes z */
 }
 
 /* Sets the facts of the architecture's own GEMMs, fused_*, skips_rows, bias_parts. They are 0 or
@@ -180,17 +187,19 @@ static flce_status sample_bytes(const flce_problem* p, int64_t* bytes) {
 /* The problem with H rounded up to `alignment`. If that changes H, x and W are copied to the
  * workspace, where they are aligned. dW and the saved rows are not copied, so
  * backward.has_unaligned stays. */
-static flce_problem pad_hidden(const flce_problem* given, int64_t alignment) {
-  flce_problem problem = *given;
-  problem.shape.hidden = flce_ceil_div(given->shape.hidden, alignment) * alignment;
-  if (problem.shape.hidden != given->shape.hidden) problem.has.unaligned_operand = false;
-  return problem;
+static flce_problem pad_hidden(const flce_problem* problem, int64_t alignment) {
+  flce_problem padded = *problem;
+  padded.shape.hidden = flce_ceil_div(problem->shape.hidden, alignment) * alignment;
+  if (padded.shape.hidden != problem->shape.hidden) padded.has.unaligned_operand = false;
+  return padded;
 }
 
 flce_status flce_gpu_facts(const flce_gpu* gpu, const flce_architecture* architecture,
-                           const char* kernel, const flce_problem* given, flce_facts* facts) {
-  flce_facts_of_type(false, given->dtypes.gemm, facts);
-  const flce_problem padded = pad_hidden(given, facts->hidden_alignment), *problem = &padded;
+                           const char* kernel, const flce_problem* caller_problem,
+                           flce_facts* facts) {
+  flce_facts_of_type(false, caller_problem->dtypes.gemm, facts);
+  const flce_problem padded = pad_hidden(caller_problem, facts->hidden_alignment),
+                     *problem = &padded;
   facts->multiprocessors = gpu->multiprocessors;
   facts->gemm_workspace_bytes = gemm_workspace(problem, gpu->capability);
   facts->column_sum_bytes = column_sum_scratch(problem);

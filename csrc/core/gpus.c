@@ -29,9 +29,9 @@ static bool read_numbers(const char* text, flce_gpu* gpu) {
   const int64_t most = (int64_t)1 << 50; /* of any of them; plans multiply them by little */
   int end = -1;
   *gpu = (flce_gpu){.name = "numbers"};
-  int found = sscanf(text, "%" SCNd64 ",%" SCNd64 ",%" SCNd64 "%n", &gpu->capability,
+  int count = sscanf(text, "%" SCNd64 ",%" SCNd64 ",%" SCNd64 "%n", &gpu->capability,
                      &gpu->multiprocessors, &gpu->memory, &end);
-  return found == 3 && text[end] == 0 && gpu->capability >= 80 && gpu->capability < 1000 &&
+  return count == 3 && text[end] == 0 && gpu->capability >= 80 && gpu->capability < 1000 &&
          gpu->multiprocessors >= 1 && gpu->multiprocessors <= 1 << 16 && gpu->memory >= 8 &&
          gpu->memory <= most;
 }

@@ -94,8 +94,8 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
   void *dx = dx_of(e, c), *result = c->dx_rows ? c->dx_rows : dx;
   bool exp_form = plan->form == FLCE_FORM_EXP;
   if (!exp_form && !c->dx_rows) return FLCE_OK;
-  flce_rows finished = rows_of(e, c);
-  finished.coef = exp_form ? c->coef : NULL;
+  flce_rows rows = rows_of(e, c);
+  rows.coef = exp_form ? c->coef : NULL;
   CALL(e, finish_grad_input,
        &(flce_grad_input_args){.dx = dx,
                                .dx_dtype = plan->partial_dx_dtype,
@@ -103,7 +103,7 @@ flce_status flce_finish_dx(const execution* e, const chunk* c) {
                                .d_dtype = plan->dx_gemm_dtype,
                                .w = e->linear_weight,
                                .dtype = plan->dtype,
-                               .rows = &finished,
+                               .rows = &rows,
                                .wsum = buffer_ptr(e, FLCE_BUF_SMOOTH),
                                .x = input_of(e, c),
                                .scaled_x = dx_scales_input(e) ? c->scaled_x : NULL,

@@ -177,7 +177,7 @@ void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, fl
 
 /* ---- gradients ---- */
 
-static void choose_rows(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+static void choose_gathers(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   /* This must not depend on fuses_rows, which depends on the alignment of addresses: forward and
    * backward have to agree on the order of the rows of E. */
   bool skips = flce_is_sharded(problem) ? problem->derived.gathers : facts->skips_rows;
@@ -284,7 +284,7 @@ static void widen_dw_sum(const flce_problem* problem, const flce_facts* facts, f
 
 void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   flce_choose_logits(problem, facts, plan);
-  choose_rows(problem, facts, plan);
+  choose_gathers(problem, facts, plan);
   choose_gradients(problem, facts, plan);
   choose_dw_sum(problem, facts, plan);
 }

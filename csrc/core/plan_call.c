@@ -67,35 +67,37 @@ flce_status flce_plan_teacher(const flce_backend* backend, const flce_problem* s
     facts.fused_row_bytes = facts.gemm_workspace_bytes = 0;
   }
   problem.derived.chunk_rows = chunk_rows;
-  problem.memory.bound = INT64_MAX; /* the student's plan has seen to it */
+  problem.memory.bound = INT64_MAX; /* chunk_rows is chosen within the bound of both */
   return flce_plan_checked(&problem, &facts, plan);
 }
 
-/* The plan; that of a divergence has the workspace of its teacher, whose chunks follow from it. */
-static flce_status make_with_teacher(const flce_backend* backend, const flce_problem* given,
+/* The plan. That of a divergence is made twice: the plan of the teacher needs its chunks, and its
+ * workspace has to contain the teacher's. */
+static flce_status make_with_teacher(const flce_backend* backend, const flce_problem* problem,
                                      const flce_facts* facts, flce_plan* plan) {
-  flce_problem problem = *given;
+  FLCE_TRY(flce_plan_checked(problem, facts, plan));
+  if (!problem->divergence.teacher) return FLCE_OK;
+  flce_problem student = *problem;
   flce_plan teacher;
-  FLCE_TRY(flce_plan_checked(&problem, facts, plan));
-  if (!problem.divergence.teacher) return FLCE_OK;
-  FLCE_TRY(flce_plan_teacher(backend, &problem, plan->chunk_rows, &teacher));
-  problem.derived.teacher_bytes = teacher.forward_workspace_bytes;
-  return flce_plan_checked(&problem, facts, plan);
+  FLCE_TRY(flce_plan_teacher(backend, &student, plan->chunk_rows, &teacher));
+  student.derived.teacher_bytes = teacher.forward_workspace_bytes;
+  return flce_plan_checked(&student, facts, plan);
 }
 
-flce_status flce_plan_call(const flce_backend* backend, const flce_problem* given,
+flce_status flce_plan_call(const flce_backend* backend, const flce_problem* caller_problem,
                            flce_plan* plan) {
-  FLCE_TRY(flce_check_problem(given));
+  FLCE_TRY(flce_check_problem(caller_problem));
   /* equal: without ranks the problem itself */
-  flce_problem problem = *given, equal = flce_equal_share(given);
+  flce_problem problem = *caller_problem, equal = flce_equal_share(caller_problem);
   flce_facts facts = {0};
   flce_strategies strategies;
-  equal.save = flce_known_strategy(given); /* facts depend on whether gradients are sampled */
+  /* The facts depend on whether gradients are sampled. */
+  equal.save = flce_known_strategy(caller_problem);
   FLCE_TRY(ask_facts(backend, &equal, &facts));
   flce_choose_strategies(&equal, &facts, &strategies);
   problem.save = equal.save = flce_strategy_of(&strategies, problem.shape.rows);
   FLCE_TRY(flce_check_save(&problem));
-  if (!flce_is_sharded(given)) return make_with_teacher(backend, &problem, &facts, plan);
+  if (!flce_is_sharded(&problem)) return make_with_teacher(backend, &problem, &facts, plan);
   equal.derived.gathers = facts.skips_rows;
   FLCE_TRY(flce_plan_checked(&equal, &facts, plan));
   problem.derived.gathers = plan->gathers;
@@ -134,9 +136,9 @@ static void replace_backward(const flce_plan* other, unsigned pass, flce_plan* p
 }
 
 /* A divergence whose backward is a second call. */
-static flce_status plan_two_calls(const flce_backend* backend, const flce_problem* given,
+static flce_status plan_two_calls(const flce_backend* backend, const flce_problem* problem,
                                   flce_plan* plan) {
-  flce_problem forward = *given, backward = *given;
+  flce_problem forward = *problem, backward = *problem;
   flce_plan second;
   forward.wants.grad_input = forward.wants.grad_weight = forward.wants.grad_bias = false;
   backward.save = FLCE_SAVE_GRADS;
@@ -153,14 +155,14 @@ static flce_status plan_two_calls(const flce_backend* backend, const flce_proble
   return FLCE_OK;
 }
 
-flce_status flce_plan_step(const flce_backend* backend, const flce_problem* given,
+flce_status flce_plan_step(const flce_backend* backend, const flce_problem* problem,
                            flce_plan* plan) {
-  bool wants = given->wants.grad_input || given->wants.grad_weight || given->wants.grad_bias;
-  bool later = given->save == FLCE_SAVE_STATS || given->reduction == FLCE_NONE;
-  if (given->divergence.teacher && wants && later) return plan_two_calls(backend, given, plan);
-  FLCE_TRY(flce_plan_call(backend, given, plan));
-  if (!given->wants.class_gradient || !flce_has_backward(plan->strategy)) return FLCE_OK;
-  flce_problem backward = *given;
+  bool wants = problem->wants.grad_input || problem->wants.grad_weight || problem->wants.grad_bias;
+  bool later = problem->save == FLCE_SAVE_STATS || problem->reduction == FLCE_NONE;
+  if (problem->divergence.teacher && wants && later) return plan_two_calls(backend, problem, plan);
+  FLCE_TRY(flce_plan_call(backend, problem, plan));
+  if (!problem->wants.class_gradient || !flce_has_backward(plan->strategy)) return FLCE_OK;
+  flce_problem backward = *problem;
   flce_plan second;
   backward.save = plan->strategy;
   backward.backward.has_grad_classes = true;

@@ -6,15 +6,15 @@
 #include "core/dw_memory.h"
 #include "core/plan_rules.h"
 
-/* The GEMMs whose results together have `size` rows, in blocks of `block` rows, each of which runs
- * `piece` rows at a time; piece 0: a block at once. */
+/* The number of GEMMs whose results have `size` rows in all: one for each block of `block` rows or,
+ * unless `piece` is 0, one for each `piece` rows of a block. */
 static int64_t gemms_of_rows(int64_t size, int64_t block, int64_t piece) {
   if (piece == 0) return ceil_div(size, block);
   return size / block * ceil_div(block, piece) + ceil_div(size % block, piece);
 }
 
-/* Logits and dX of each chunk; logits and dW of the blocks over all rows, and of those after them.
- */
+/* GEMMs of the logits and dX of each chunk, of the logits and dW of the blocks over all rows, and
+ * of the blocks after them. */
 static void count_gemms_of_dx_first(const flce_problem* problem, flce_plan* plan) {
   dw_memory memory = flce_memory_of_dw(problem, plan);
   int64_t left = problem->shape.vocab - plan->whole_classes, piece = plan->dw_piece_rows;
@@ -76,8 +76,9 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
-  bool each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || plan->is_divergence ||
-                    (grads && gradients && !by_blocks(plan));
+  /* Else the statistics of all rows are exchanged at once. */
+  bool exchanges_each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || plan->is_divergence ||
+                              (grads && gradients && !by_blocks(plan));
   int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
   if (plan->is_divergence) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
@@ -85,7 +86,7 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   }
   numbers *= flce_size_of(flce_stat_dtype(plan->dtype));
   plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
-      (flce_collective){each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
+      (flce_collective){exchanges_each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
                         others * problem->shape.rows * numbers};
   if (!gradients || !sums_partial_dx(problem)) return;
   int64_t received = others * summed_elements(problem);

@@ -29,12 +29,11 @@ static inline flce_dtype block_dtype(const flce_plan* plan) {
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
-/* Bytes of fused_exp's scratch for each row of a block of so many classes. It has
- * numbers of each tile, in proportion to the classes, and at most OF_ROW bytes more. */
+/* Bytes of fused_exp's scratch for each row of a block of so many classes: numbers of each tile, in
+ * proportion to the classes, and at most OF_ROW bytes: offset, scale, target, column, top, flags,
+ * and a tile for the remainder. */
 static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab, int64_t classes) {
-  enum {
-    OF_ROW = 48
-  }; /* offset, scale, target, column, top, flags, and a tile for the remainder */
+  enum { OF_ROW = 48 };
   if (vocab == 0) return 0; /* a rank without a class */
   return round_up(facts->fused_row_bytes * classes / vocab, sizeof(float)) + OF_ROW;
 }
@@ -59,7 +58,8 @@ static inline flce_dtype narrow_sum_dtype(const flce_problem* problem, const flc
 static inline bool copies_logits_input(const flce_plan* plan) {
   return plan->gathers || plan->input_pitch != plan->hidden;
 }
-/* True if the result of dX's GEMM is not dX. */
+/* True if the result of dX's GEMM is not dX yet: it is a part of a sum, has another dtype, or has
+ * rows or columns in other places. */
 static inline bool has_dx_rows(const flce_problem* problem, const flce_plan* plan) {
   bool is_summed = by_blocks(plan) && !plan->dx_first,
        padded = plan->hidden != problem->shape.hidden;

@@ -16,8 +16,8 @@ flce_status flce_sample_chunk(const execution* e, const chunk* c) {
   const flce_problem* problem = e->problem;
   int64_t classes = flce_is_sharded(problem) ? problem->shard.classes : problem->shape.vocab;
   int64_t first = problem->shape.first_token + (e->plan->gathers ? 0 : c->first);
-  if (problem->shape.vocab ==
-      0) { /* a rank without a class, to which all targets are out of range */
+  if (problem->shape.vocab == 0) {
+    /* A rank without a class, to which all targets are out of range. */
     CALL(e, fill, list_of_row(e, c->first), 0,
          c->rows * flce_sample_pitch(problem->sampling.eps) * (int64_t)sizeof(int32_t));
     return FLCE_OK;

@@ -1,9 +1,9 @@
 /* The steps that the strategies of engine.c are made of: here those that forwards and backwards
- * share; forward_steps.h and backward_steps.h have the others, each in the order of a call. The
- * choice between fused and separate kernels, of what bias, softcap or float16 need, and of what a
- * rank without a class leaves out is made inside a step; which steps there are is decided in
- * engine.c. The steps of gradients are in gradients.h, those of sampled ones in samples.h, those
- * between ranks in shards.h, those of a divergence in teacher.h. */
+ * share; forward_steps.h and backward_steps.h have the others, each in the order of a call.
+ * engine.c decides which steps run. A step decides whether it runs fused or separate kernels, what
+ * it does for bias, softcap or float16, and what a rank without a class leaves out. The steps of
+ * gradients are in gradients.h, those of sampled ones in samples.h, those between ranks in
+ * shards.h, those of a divergence in teacher.h. */
 #ifndef FLCE_STEPS_H
 #define FLCE_STEPS_H
 

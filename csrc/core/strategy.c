@@ -38,8 +38,8 @@ flce_save flce_known_strategy(const flce_problem* problem) {
 /* The forward must not make gradients in four cases:
  * - the losses of rows are not reduced, so each has a grad_output of its own;
  * - the backward adds dW to the caller's gradient;
- * - in a compiled graph lse, entropy or logits of classes may be differentiated: its backward gets
- *   zeros in place of no gradient of them, and would compute all again;
+ * - in a compiled graph lse, entropy or logits of classes may be differentiated: where they are
+ *   not, its backward gets zeros as their gradients, and would compute all gradients again;
  * - float16, with probabilities, which need not be normalized, or a large z-loss: no bound of the
  *   gradients is known, and without one they may exceed its range. */
 static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
@@ -66,14 +66,15 @@ static flce_strategies choose_by_rows(const flce_problem* problem, const flce_fa
   int64_t weight_bytes =
       problem->shape.vocab * problem->shape.hidden * flce_size_of(of_logits.dtype);
   bool small = gpu && gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
-  int64_t kept_memory = of_loss_alone ? problem->memory.bound : problem->memory.kept;
-  int64_t kept = rows_in(kept_memory, of_logits.saved_pitch * flce_size_of(of_logits.saved_dtype));
+  int64_t saved_row = of_logits.saved_pitch * flce_size_of(of_logits.saved_dtype);
+  int64_t to_keep =
+      rows_in(of_loss_alone ? problem->memory.bound : problem->memory.kept, saved_row);
   int64_t at_once =
       rows_in(problem->memory.bound, logits_row_bytes(problem, facts, of_logits.dtype));
   return (flce_strategies){
-      .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(kept, at_once),
+      .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(to_keep, at_once),
                                              small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS},
-                 [FLCE_ROWS_TO_KEEP] = {kept, FLCE_SAVE_LOGITS},
+                 [FLCE_ROWS_TO_KEEP] = {to_keep, FLCE_SAVE_LOGITS},
                  [FLCE_ROWS_BEYOND] = {INT64_MAX, gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS}}};
 }
 

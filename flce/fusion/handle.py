@@ -158,13 +158,13 @@ class Fusion:
             # Traced, so that a graph is guarded by the classes of the Modules in these places.
             elif not all(isinstance(_module_at(p), heads.RequestMixin) for p in self._places):
                 self._fuse_replacements()
-        if not self._needs_no_labels():
+        if self._tracks_labels():
             labels = [args[i] for i in positions if i < len(args)]
             labels += [value for name, value in kwargs.items() if _is_label(name)]
             self._label_stack.append(any(value is not None for value in labels))
 
     def _end(self, model, args, output):
-        if self._needs_no_labels():
+        if not self._tracks_labels():
             return
         # Empty if a pre-hook before `_begin` raised.
         had_labels = self._label_stack.pop() if self._label_stack else False
@@ -174,9 +174,10 @@ class Fusion:
         if self._has_missed_head():
             self.note_fall_back(f"forward with labels did not call {self._heads()}", _NOT_CALLED)
 
-    def _needs_no_labels(self):
-        """With when="always" under torch.compile, which forbids side effects in a checkpoint."""
-        return self.when == "always" and is_compiling()
+    def _tracks_labels(self):
+        """Whether _begin and _end push to _label_stack. With when="always" it is read for warnings
+        alone, and torch.compile refuses such a side effect in a checkpoint."""
+        return self.when != "always" or not is_compiling()
 
     def _heads(self):
         return f"the head ({', '.join([name for name, _, _ in self._places])})"

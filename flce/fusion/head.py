@@ -27,8 +27,10 @@ from .sharded import gathering_linears
 from .values import HeadCall, Snapshot, TracedValue
 
 BY_HAND = "call flce.linear_cross_entropy(hidden, weight, labels) where that is done"
-# An nn.Linear that makes logits has the attributes _flce_fusion, _flce_name, of the head, and
-# _flce_enclosing, a weak reference to the Module that the model calls.
+# Attributes of an nn.Linear that makes logits: _flce_fusion; _flce_name, the head's name;
+# _flce_enclosing, a weak reference to the Module that the model calls; and, of a head of
+# transformers' tensor parallelism alone, _flce_gathering_forward, the `forward` that transformers
+# had set on the instance: it gathers the logits of all ranks (sharded.py).
 
 
 class RequestMixin:
@@ -39,7 +41,7 @@ class RequestMixin:
         if len(args) == 2 and isinstance(args[1], reentry.Request):
             x, request = args
             return request.run(self, x)
-        forward = self.__dict__.get("_flce_gathers") or super().forward
+        forward = self.__dict__.get("_flce_gathering_forward") or super().forward
         return forward(*args, **kwargs)
 
     def __setstate__(self, state):
@@ -70,7 +72,7 @@ class DeferringMixin(RequestMixin):
     def linear_forward(self, x):
         """The forward of nn.Linear, without hooks: the real product."""
         is_whole = not is_dtensor(self.weight) or is_dtensor(x)
-        if not is_whole and "_flce_gathers" not in self.__dict__:
+        if not is_whole and "_flce_gathering_forward" not in self.__dict__:
             raise RuntimeError(reentry.NOT_WHOLE)
         return super().forward(x)
 
@@ -90,8 +92,9 @@ def _deferred_tensor(linear, args, kwargs):
     if reason := _unsupported_call(linear, x):
         return fusion.note_fall_back(reason)
     weight, bias = linear.weight, linear.bias
-    if not is_compiling() and is_dtensor(weight) and "_flce_gathers" not in linear.__dict__:
-        return None  # sharded outside of the hooks: nn.Linear says so
+    gathers = "_flce_gathering_forward" in linear.__dict__
+    if not is_compiling() and is_dtensor(weight) and not gathers:
+        return None  # a shard, as outside of FSDP2's hooks: nn.Linear's own error says so
     operands = [t for t in (x, weight, bias) if t is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
     device = x.device if weight.is_meta else weight.device
@@ -165,7 +168,7 @@ def _class_of(base, mixin):
 
 
 def _reduce(module, protocol):
-    """A class that was made here cannot be found by its name: pickle and deepcopy remake it."""
+    """For pickle and deepcopy, which cannot find a class of _class_of by its name: they call it."""
     state = {name: value for name, value in module.__dict__.items() if name != "_flce_enclosing"}
     return _rebuilt, (module._flce_base, module._flce_mixin), state
 
@@ -196,10 +199,11 @@ def attach(fusion, name, enclosing):
         return reason
     gathering = gathering_linears(fusion.model)
     for linear in linears_of(fusion.model, enclosing):
-        if gathers := gathering.get(linear):
-            # This forward would not pass Requests on.
+        if gathering_forward := gathering.get(linear):
+            # On the instance it would come before RequestMixin.forward, which recognises Requests
+            # and calls it for everything else.
             del linear.forward
-            linear._flce_gathers = gathers
+            linear._flce_gathering_forward = gathering_forward
         _mix_in(linear, DeferringMixin)
         linear._flce_fusion, linear._flce_name = fusion, name
         linear._flce_enclosing = weakref.ref(enclosing)
@@ -216,8 +220,8 @@ def detach(enclosing, linears):
             _set_class(module, base)
             names = [name for name in module.__dict__ if name.startswith("_flce_")]
             attributes = {name: module.__dict__.pop(name) for name in names}
-            if gathers := attributes.get("_flce_gathers"):
-                module.forward = gathers
+            if gathering_forward := attributes.get("_flce_gathering_forward"):
+                module.forward = gathering_forward
 
 
 def is_standard_linear(module):

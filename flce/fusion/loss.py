@@ -1,5 +1,6 @@
 """Losses of deferred logits, by calls of flce inside the heads' Modules."""
 
+import functools
 import inspect
 
 import torch
@@ -9,7 +10,7 @@ from ..distillation import linear_divergence
 from ..functional import linear_cross_entropy
 from ..options import DTYPES, OF_DIVERGENCE, LinearCrossEntropyOutput
 from . import sharded, steps
-from .reentry import inside
+from .reentry import with_whole_weights
 from .steps import require
 from .values import deferred_value_of
 
@@ -39,12 +40,12 @@ def _unsupported(record, fuse_options, has_probabilities=False):
 
 
 def _run_in_heads(deferred, record, run):
-    """run(sources of the record), inside the Modules of the heads and in the modes of the head's
+    """run(sources of the record), where the weights are whole and in the modes of the head's
     call. Raises Unknown where `run` returns None, which means that real logits are needed."""
     head_call = deferred.head_call
     head_call.check(compares_samples=False)
     with head_call.entered(deferred.wants_gradient()):
-        result = inside(record.sources, run)
+        result = with_whole_weights(record.sources, run)
     head_call.loss_is_settled = head_call.loss_is_settled or result is None
     require(result is not None)
     return result
@@ -124,9 +125,9 @@ def statistic(deferred, record, name, target=None):
     head_call, rows, grad = deferred.head_call, record.rows, deferred.wants_gradient()
     key = name if target is None else rows.target_number(target)
     known = rows.lookup(key)
-    if known is not None and known.requires_grad >= grad:
+    if known is not None and known.requires_grad >= grad:  # it has a graph, or none is needed
         return known if grad else known.detach()
-    if target is None and rows.is_piece:
+    if target is None and rows.is_piece:  # one call for the rows of all pieces
         return rows.select_values(statistic(deferred, rows.parent_record, name))
     outputs = _statistics_by_flce(deferred, record, name, target)
     fields = {field: getattr(outputs, field) for field in ("lse", "entropy", "predictions")}
@@ -135,8 +136,9 @@ def statistic(deferred, record, name, target=None):
         requested = statistics[name]
     else:
         requested = outputs.class_logits if name == "class_logits" else -outputs.loss
-        if key is not None:
+        if key is not None:  # a target has no number while torch.compile traces
             statistics[key] = requested
+    # Without a graph the new values replace no old ones, which may have one.
     rows.statistics.update(statistics if grad else {**statistics, **rows.statistics})
     head_call.loss_is_settled = head_call.loss_is_settled or target is not None
     return requested
@@ -144,7 +146,7 @@ def statistic(deferred, record, name, target=None):
 
 def _statistics_by_flce(deferred, record, name, target):
     """The LinearCrossEntropyOutput of the call of flce for a statistic. Its loss is -log p of the
-    target, or -mean_log_p, or that of class 0, for which nobody asks."""
+    target, or -mean_log_p; for the other names it is that of class 0, and is not read."""
     options = {"reduction": "none", "label_smoothing": float(name == "mean_log_p")}
     options["ignore_index"] = -(2**63)  # no class has this index
     dropped = ("z_loss", "valid_bound")
@@ -222,5 +224,9 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
 
     teacher.head_call.check(compares_samples=False)
     student.head_call.loss_is_settled = teacher.head_call.loss_is_settled = True
-    run_in_teacher = lambda s: inside(teacher.record.sources, lambda t: run(s, t))  # noqa: E731
+
+    def run_in_teacher(student_sources):
+        run_with_student = functools.partial(run, student_sources)
+        return with_whole_weights(teacher.record.sources, run_with_student)
+
     return _run_in_heads(student, student.record, run_in_teacher)

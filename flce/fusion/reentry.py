@@ -68,8 +68,8 @@ class Request:
 
 def modules_of(sources):
     """[(Module, x)]: what encloses an nn.Linear (an adapter's Module), then the nn.Linear. None if
-    one of them is not fused any more, or has got a hook of the user's, which would take for the
-    Module's output what is none."""
+    one of them is not fused any more, or has a hook of the user's, which would take the result of
+    the work for the Module's output."""
     callers = {}
     for linear, x, *_ in sources:
         if own_fusion(linear) is None:
@@ -98,9 +98,11 @@ class _RequestByAttribute(Request):
         return torch.empty(0)
 
 
-def inside(sources, work):
-    """work(sources) with whole weights."""
-    if sources[0].weight_and_bias is None:
+def with_whole_weights(sources, work):
+    """work(sources), run while the weights are whole: inside the hooks of the heads' Modules where
+    torch.compile traces or DeepSpeed's hooks gather weights; elsewhere with FSDP2's units of freed
+    weights unsharded."""
+    if sources[0].weight_and_bias is None:  # torch.compile traces
         return call_through(sources, work)
     modules = _modules_that_gather(sources)
     if modules:
@@ -138,7 +140,7 @@ def _is_freed(weight):
 
 @contextlib.contextmanager
 def _unsharded(source):
-    """The unit of FSDP2 that holds a weight, whole; sharded again at the end."""
+    """A context in which the unit of FSDP2 that holds a weight is unsharded."""
     unit = _unit_of(source.linear)
     if unit is not None:
         unit.unshard()

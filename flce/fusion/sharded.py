@@ -26,7 +26,7 @@ def gathering_linears(model):
 
 def is_sharded(source):
     """Whether the weight, inside the Module's hooks, is that of a fused head of this kind."""
-    weight, gathers = source.parameters()[0], "_flce_gathers" in source.linear.__dict__
+    weight, gathers = source.parameters()[0], "_flce_gathering_forward" in source.linear.__dict__
     is_on_one_axis = gathers and is_dtensor(weight) and weight.device_mesh.ndim == 1
     return is_on_one_axis and weight.placements[0].is_shard(0)
 

@@ -10,7 +10,7 @@ from .values import TracedValue, deferred_value_of
 
 
 def _functions(names):
-    """Methods of Tensor, and what reads its properties, as __torch_function__ gets them."""
+    """Methods of Tensor, and the getters of its properties: what __torch_function__ receives."""
     attributes = [getattr(torch.Tensor, name) for name in names.split()]
     return {attribute if callable(attribute) else attribute.__get__ for attribute in attributes}
 
@@ -31,8 +31,9 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
-def _dispatch(cls, function, types, args=(), kwargs=None):
-    """__torch_function__: the result of a function that has a deferred Tensor as an argument."""
+def _answer_or_materialize(cls, function, types, args=(), kwargs=None):
+    """__torch_function__: the result of a function that has a deferred Tensor as an argument,
+    without logits where it is known, else by real logits."""
     kwargs = kwargs or {}
     if _is_asked_by_compiler():
         with torch_private.without_torch_function():
@@ -61,16 +62,16 @@ def _with_tensors(function, result):
     return result
 
 
-# Where torch.compile traces a caller, it traces _dispatch too. Where uncompiled code calls
-# _dispatch, as after a break of the graph, that runs uncompiled, with all that it calls:
-# torch.compile does not guard by an argument that is a function of torch, so a graph of _dispatch
-# for one function would serve the next.
-torch_private.run_uncompiled(_dispatch)
+# Where torch.compile traces a caller, it traces this function too. Where uncompiled code calls it,
+# as after a break of the graph, it runs uncompiled, with all that it calls: torch.compile does not
+# guard by an argument that is a function of torch, so a graph that it compiles for one `function`
+# would run for all others.
+torch_private.run_uncompiled(_answer_or_materialize)
 
 
 def _is_asked_by_compiler():
-    """Whether torch.compile itself calls, to describe a Tensor that a graph is given: the deferred
-    Tensor is, whether there are real logits or not. A call that it traces is none of its own."""
+    """Whether torch.compile itself calls, to describe an input of a graph: that is the deferred
+    Tensor, also where real logits exist. Not while it traces a call of the user's."""
     return not is_dynamo_compiling() and torch_private.is_faking()
 
 
@@ -83,7 +84,9 @@ def _answered_without_logits(function, deferred, args, kwargs):
         like = deferred.meta_tensor() if function in _OF_LAYOUT else deferred.like()
         return function(like, *args[1:], **kwargs)
     if function == _REQUIRES_GRAD:
-        # In the forward of a custom autograd Function, which saves what its backward needs.
+        # False with grad mode on: this Tensor has no graph, so it can have no hook such as FSDP2's
+        # of outputs that require grad. With grad mode off the forward of a custom autograd Function
+        # may ask, to know what its backward will need.
         return deferred.head_call.requires_grad and not torch.is_grad_enabled()
     if function in _ANSWERED:
         with torch_private.without_torch_function():
@@ -112,7 +115,7 @@ class TracedLogits(torch.Tensor):
     """Deferred logits under torch.compile, which traces no wrapper. On the meta device: code that
     does not ask __torch_function__ finds no values."""
 
-    __torch_function__ = classmethod(_dispatch)
+    __torch_function__ = classmethod(_answer_or_materialize)
 
 
 def deferred_tensor_of(deferred):

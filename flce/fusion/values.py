@@ -39,7 +39,7 @@ from torch.compiler import is_compiling
 from ..modes import autocast_dtype
 from ..validate import is_dtensor
 from . import steps
-from .reentry import inside, own_fusion
+from .reentry import own_fusion, with_whole_weights
 
 
 def mapped(change, tree):
@@ -273,7 +273,8 @@ class TracedValue(DeferredValue):
 def compute_logits(record, head_call):
     """The real logits of a Record. Of heads that are not fused any more, too."""
     dtype = None if is_compiling() else head_call.autocast
-    return inside(record.sources, functools.partial(_logits_of_sources, record.steps, dtype))
+    work = functools.partial(_logits_of_sources, record.steps, dtype)
+    return with_whole_weights(record.sources, work)
 
 
 def _logits_of_sources(steps_after, dtype, sources):
