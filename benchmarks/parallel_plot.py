@@ -47,7 +47,7 @@ def groups(record):
 
 def draw(record):
     found, machine = groups(record), record["machine"]
-    figure = style.figure(960, ROW * len(found) + 62, "Training on several GPUs")
+    figure = style.figure(990, ROW * len(found) + 62, "Training on several GPUs")
     for index, (model, case, rows) in enumerate(found):
         top = ROW * index
         title = f"{model}, {parallel_cases.CASES[case].name}, {record['ranks']} ranks"
