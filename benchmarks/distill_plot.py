@@ -12,11 +12,9 @@ import argparse
 import json
 import pathlib
 
-import svg
+import style
 
 NAMES = {"forward_kl": "Forward KL", "reverse_kl": "Reverse KL", "jsd": "JSD"}
-COLOURS = {"eager": "grey", "compile": "orange", "Liger": "green", "flce": "blue"}
-COLOURS |= {"sampled": "ink"}
 TITLES = {"compile": "torch.compile", "sampled": "flce, sampled"}
 MARKS = "<!-- sweep -->", "<!-- end of sweep -->"
 
@@ -35,7 +33,7 @@ def by_length(record):
 
 def contestants(lengths):
     made = {name for rows in lengths.values() for name in rows}
-    return [name for name in COLOURS if name in made]
+    return [name for name in style.CONTESTANTS if name in made]
 
 
 def cell(row):
@@ -57,53 +55,41 @@ def table(record):
     return "\n".join(lines)
 
 
-def panel(picture, box, lengths, value, label, unit="", floor=()):
-    """A line for each contestant over the tokens, both logarithmic. floor: a dashed line."""
-    curves = {
-        name: [(tokens, value(of[name])) for tokens, of in lengths.items() if "ms" in of[name]]
-        for name in contestants(lengths)
-    }
-    ys = [*(y for curve in curves.values() for _, y in curve), *floor]
-    axes = svg.Axes(picture, box, list(lengths), ys, (True, True), margin=0.1)
-    axes.frame("tokens", label, unit, xticks=False)
-    for tokens in lengths:
-        x, _ = axes.at(tokens, ys[0])
-        shown = f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-        picture.text(x, axes.top + axes.height + 16, shown, "grey", 12.5, "middle")
-    for value in floor:
-        left, y = axes.at(next(iter(lengths)), value)
-        picture.line([(left, y), (axes.left + axes.width, y)], "grey", dash="5 4")
-    for name, curve in curves.items():
-        points = [axes.at(*point) for point in curve]
-        picture.line(points, COLOURS[name], 1.8)
-        for x, y in points:
-            (picture.square if name in ("flce", "sampled") else picture.dot)(x, y, COLOURS[name])
+def panel(axes, lengths, value):
+    """A line for each contestant over the tokens, both logarithmic."""
+    axes.set(xscale="log", yscale="log")
+    axes.margins(0.1)
+    for name in contestants(lengths):
+        points = [(tokens, value(of[name])) for tokens, of in lengths.items() if "ms" in of[name]]
+        mark = "s-" if name in ("flce", "sampled") else "o-"
+        colour, shown = style.CONTESTANTS[name], TITLES.get(name, name)
+        axes.plot(*zip(*points, strict=True), mark, color=colour, label=shown)
+    axes.grid(False, axis="x")
+    names = [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths]
+    axes.set_xticks(list(lengths), names)
+    axes.minorticks_off()
 
 
 def draw(record):
     lengths = by_length(record)
     first, machine = next(iter(lengths.values()))["GEMMs"], record["machine"]
     title = f"{NAMES[first['kind']]} of a student's head from a teacher's"
-    picture = svg.Picture(640, 424, f"Distillation over the number of tokens: {title}")
-    picture.text(20, 32, title, size=16, weight=600)
+    figure = style.figure(640, 424, f"Distillation over the number of tokens: {title}")
     sizes = f"H {first['hidden']} and {first['teacher']}, V {first['vocab']}, {machine['dtype']}"
-    where = (
-        f"{machine.get('gpu') or machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}"
-    )
-    picture.text(20, 53, f"{sizes}; {where}", "grey", 12)
-    boxes = (84, 104, 232, 262), (394, 104, 226, 262)
+    where = machine.get("gpu") or machine["cpu"]
+    note = f"{sizes}; {where}, torch {machine['torch']}, {machine['date'][:10]}"
+    style.head(figure, title, note)
     label = "peak memory over the inputs, GB"
-    panel(picture, boxes[0], lengths, lambda row: row["peak_bytes"] / 1e9, label)
-    panel(
-        picture, boxes[1], lengths, lambda row: row["over_gemms"], "time / four GEMMs", "x", [1.0]
-    )
-    x = 84.0
-    for name in contestants(lengths):
-        picture.dot(x, 82, COLOURS[name])
-        shown = TITLES.get(name, name)
-        picture.text(x + 9, 86, shown, COLOURS[name], 13, weight=600 if name == "flce" else None)
-        x += 42 + 8 * len(shown)
-    return picture
+    memory = style.frame(figure, 84, 104, 232, 262, "tokens", label)
+    panel(memory, lengths, lambda row: row["peak_bytes"] / 1e9)
+    style.logarithmic(memory.yaxis)
+    time = style.frame(figure, 394, 104, 226, 262, "tokens", "time / four GEMMs")
+    time.axhline(1, color=style.GREY, linewidth=0.9, linestyle=style.DASHED)
+    panel(time, lengths, lambda row: row["over_gemms"])
+    style.logarithmic(time.yaxis, "x")
+    close = {"handlelength": 1.2, "columnspacing": 1.4}
+    figure.legend(*memory.get_legend_handles_labels(), ncols=5, loc=(0.1, 0.77), **close)
+    return figure
 
 
 def write_table(page, record):
@@ -124,7 +110,7 @@ def main(arguments=None):
     record = json.loads(options.record.read_text())
     print(table(record))
     if options.out:
-        draw(record).save(options.out)
+        style.save(draw(record), options.out)
     if options.docs:
         write_table(options.docs, record)
 

@@ -10,8 +10,9 @@ import pathlib
 
 import distill_plot
 import plot
-import svg
+import style
 import training_plots
+from matplotlib.patches import FancyBboxPatch
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -39,33 +40,30 @@ def of_llama():
     return found, longest, made["machine"]
 
 
-def draw_bars(picture, top, title, note, values, shown):
-    """A bar for each loss, from the longest to scale."""
-    picture.text(24, top, title, size=16, weight=600)
-    picture.text(24, top + 20, note, "grey", 13)
-    scale = (picture.width - 210) / max(values.values())
-    for i, (loss, value) in enumerate(values.items()):
-        y, colour = top + 34 + 32 * i, "blue" if loss == "fuse" else "grey"
-        picture.text(72, y + 17, LOSSES[loss], size=15, anchor="end")
-        picture.rectangle(82, y, value * scale, 24, colour, radius=3)
-        weight = 600 if loss == "fuse" else None
-        picture.text(92 + value * scale, y + 17, shown(value), size=15, weight=weight)
-
-
 def readme():
+    """A bar for each loss, from the longest to scale."""
     found, longest, machine = of_llama()
-    picture = svg.Picture(560, 404, "Peak memory of a training step")
-    picture.text(24, 36, "Llama 3.2 1B, one line changed", size=18, weight=600)
-    notes = "8,192 tokens", "32,768 tokens, with activation checkpointing"
-    for i, note in enumerate(notes):
-        peaks = {loss: pair[i] for loss, pair in found.items()}
-        title = "Peak memory of a training step"
-        draw_bars(picture, 74 + 158 * i, title, note, peaks, lambda value: f"{value / 1e9:.1f} GB")
+    figure = style.figure(560, 404, "Peak memory of a training step")
+    style.write(figure, 24, 36, "Llama 3.2 1B, one line changed", size=13.5, weight="bold")
+    for i, note in enumerate(("8,192 tokens", "32,768 tokens, with activation checkpointing")):
+        top = 74 + 158 * i
+        style.write(figure, 24, top, "Peak memory of a training step", size=12, weight="bold")
+        style.notes(figure, top + 20, note, x=24)
+        axes = style.frame(figure, 82, top + 30, 440, 96)
+        peaks = [pair[i] / 1e9 for pair in found.values()]
+        colours = [style.BLUE if loss == "fuse" else style.GREY for loss in found]
+        bars = axes.barh([LOSSES[loss] for loss in found], peaks, 0.74, color=colours)
+        texts = axes.bar_label(bars, [f"{peak:.1f} GB" for peak in peaks], padding=8, size=11)
+        texts[list(found).index("fuse")].set_weight("bold")
+        axes.set(xlim=(0, max(peaks) * 1.26), ylim=(2.5, -0.5), frame_on=False, xticks=[])
+        axes.tick_params("y", labelsize=11, labelcolor=style.INK, pad=8)
+        axes.grid(False)
     end = f"In 80 GB the eager loss takes {longest:,} tokens at most. {machine['gpu']},"
-    picture.text(24, 376, end, "grey", 12)
-    where = f"bfloat16, torch {machine['torch']}, {machine['date'][:10]}"
-    picture.text(24, 392, f"{where}; Liger: its fused loss alone", "grey", 12)
-    return picture
+    where = (
+        f"bfloat16, torch {machine['torch']}, {machine['date'][:10]}; Liger: its fused loss alone"
+    )
+    style.notes(figure, 374, end, where, x=24, size=9)
+    return figure
 
 
 # ---- time against memory: the table of docs/performance.md ----
@@ -102,14 +100,32 @@ def rows_of(shape):
 # ---- how it works: three figures ----
 
 
-def box(picture, place, lines, fill="pale", edge="blue"):
+def drawing(width, height, title, note=""):
+    """A figure, and axes that cover it in pixels, y downwards."""
+    figure = style.figure(width, height, title)
+    style.head(figure, title, note)
+    axes = style.frame(figure, 0, 0, width, height)
+    axes.set(xlim=(0, width), ylim=(height, 0), frame_on=False, xticks=[], yticks=[])
+    return figure, axes
+
+
+def box(axes, place, lines, fill=style.PALE, edge=style.BLUE, size=10.5):
     """A box with a name and what it is, centred. place: (x, y, width, height)."""
     x, y, width, height = place
-    picture.rectangle(*place, fill, edge, radius=6)
+    round_ = "round,pad=0,rounding_size=6"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, round_, facecolor=fill, edgecolor=edge))
     first = y + height / 2 + 5 - 9 * (len(lines) - 1)
-    picture.text(x + width / 2, first, lines[0], "ink", 14, "middle", 600)
-    for i, line in enumerate(lines[1:], 1):
-        picture.text(x + width / 2, first + 18 * i, line, "grey", 13, "middle")
+    for i, line in enumerate(lines):
+        how = {"color": style.GREY} if i else {"size": size, "weight": "bold"}
+        axes.text(x + width / 2, first + 18 * i, line, ha="center", **how)
+
+
+def arrow(axes, points, colour=style.GREY, dash="-"):
+    """Lines from point to point, with a head at the last one."""
+    *_, before, last = points
+    axes.plot(*zip(*points[:-1], strict=True), dash, color=colour, linewidth=1.1)
+    how = {"arrowstyle": "-|>", "color": colour, "linestyle": dash, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", last, before, arrowprops=how)
 
 
 def memory():
@@ -121,39 +137,37 @@ def memory():
     logits, gradients = 2 * tokens * vocab, 2 * hidden * (tokens + vocab)
     if abs(eager["peak_bytes"] - 3 * logits) > 0.01 * logits:
         raise ValueError("the peak of the eager loss is no longer that of three N x V tensors")
-    names = ("logits", "log-softmax", "gradient")
-    bars = [("eager", eager, [(logits, name, "grey") for name in names])]
     chunk = ours["peak_bytes"] - gradients
-    bars.append(("flce", ours, [(chunk, "chunk", "blue"), (gradients, "dX, dW", "blue")]))
-    picture = svg.Picture(560, 310, "Memory of the loss: eager and flce")
-    picture.text(20, 32, "Peak memory over the inputs", size=16, weight=600)
-    picture.text(20, 53, f"{tokens} tokens, H = {hidden}, V = {vocab}, bfloat16", "grey", 13)
-    scale = 384 / eager["peak_bytes"]
-    for i, (name, row, parts) in enumerate(bars):
+    parts = [(logits, name) for name in ("logits", "log-softmax", "gradient")]
+    bars = [("eager", eager, parts, style.GREY)]
+    bars.append(("flce", ours, [(chunk, "chunk"), (gradients, "dX, dW")], style.BLUE))
+    note = f"{tokens} tokens, H = {hidden}, V = {vocab}, bfloat16"
+    figure, axes = drawing(560, 310, "Peak memory over the inputs", note)
+    for i, (name, row, parts, edge) in enumerate(bars):
         x, y = 78.0, 74 + 84 * i
-        picture.text(20, y + 36, name, size=15, weight=600)
-        for size, label, edge in parts:
-            picture.rectangle(x, y, size * scale, 60, "pale", edge, radius=3)
-            middle = x + size * scale / 2
-            picture.text(middle, y + 27, label, "ink", 13 if size > chunk else 11, "middle")
-            picture.text(middle, y + 45, f"{size / 1e9:.2f}", "grey", 12, "middle")
-            x += size * scale + 3
-        picture.text(x + 6, y + 36, f"{row['peak_bytes'] / 1e9:.2f} GB", size=15, weight=600)
-    picture.text(20, 268, "Eager: three tensors of N x V before dX and dW exist.", "grey", 13)
-    words = "flce: one buffer for a chunk of rows, used again for the next one."
-    picture.text(20, 288, words, "grey", 13)
-    return picture
+        axes.text(20, y + 36, name, size=11, weight="bold")
+        for size, text in parts:
+            width = 384 * size / eager["peak_bytes"]
+            words = [text, f"{size / 1e9:.2f}"]
+            box(axes, (x, y, width, 60), words, edge=edge, size=10 if size > chunk else 7.5)
+            x += width + 3
+        axes.text(x + 6, y + 36, f"{row['peak_bytes'] / 1e9:.2f} GB", size=11, weight="bold")
+    notes = (
+        "Eager: three tensors of N x V before dX and dW exist.",
+        "flce: one buffer for a chunk of rows, used again for the next one.",
+    )
+    style.notes(figure, 268, *notes)
+    return figure
 
 
 def chunks():
-    picture = svg.Picture(560, 392, "The loop over chunks of rows")
-    picture.text(20, 32, "Forward of a mean or a sum, for each chunk of rows", size=16, weight=600)
-    box(picture, (20, 62, 110, 62), ["x, chunk", "rows x H"], "paper", "grey")
-    box(picture, (20, 150, 110, 62), ["W", "V x H"], "paper", "grey")
-    box(picture, (190, 62, 170, 72), ["logits GEMM", "z = x W^T + b"])
-    box(picture, (190, 198, 170, 92), ["row pass", "loss, logsumexp,", "E = exp(l - c)"])
-    box(picture, (414, 150, 126, 70), ["dX GEMM", "diag(r) E W"])
-    box(picture, (414, 262, 126, 70), ["dW GEMM", "+= E^T diag(r) x"])
+    figure, axes = drawing(560, 392, "Forward of a mean or a sum, for each chunk of rows")
+    box(axes, (20, 62, 110, 62), ["x, chunk", "rows x H"], style.PAPER, style.GREY)
+    box(axes, (20, 150, 110, 62), ["W", "V x H"], style.PAPER, style.GREY)
+    box(axes, (190, 62, 170, 72), ["logits GEMM", "z = x W^T + b"])
+    box(axes, (190, 198, 170, 92), ["row pass", "loss, logsumexp,", "E = exp(l - c)"])
+    box(axes, (414, 150, 126, 70), ["dX GEMM", "diag(r) E W"])
+    box(axes, (414, 262, 126, 70), ["dW GEMM", "+= E^T diag(r) x"])
     for points in (
         [(130, 93), (188, 93)],
         [(130, 181), (160, 181), (160, 108), (188, 108)],
@@ -161,38 +175,38 @@ def chunks():
         [(360, 230), (387, 230), (387, 185), (412, 185)],
         [(360, 258), (387, 258), (387, 297), (412, 297)],
     ):
-        picture.line(points, "grey", 1.5, arrow=True)
-    picture.line([(412, 318), (75, 318), (75, 214)], "blue", 1.5, "5 4", arrow=True)
-    picture.text(230, 312, "next chunk, same buffer", "blue", 13, "middle")
-    words = "On Hopper E leaves the epilogue of the logits GEMM: the logits never do."
-    picture.text(20, 356, words, "grey", 13)
-    words = "loss.backward() scales dX and dW by the gradient of the loss."
-    picture.text(20, 376, words, "grey", 13)
-    return picture
+        arrow(axes, points)
+    arrow(axes, [(412, 318), (75, 318), (75, 214)], style.BLUE, "--")
+    axes.text(230, 312, "next chunk, same buffer", color=style.BLUE, ha="center")
+    notes = (
+        "On Hopper E leaves the epilogue of the logits GEMM: the logits never do.",
+        "loss.backward() scales dX and dW by the gradient of the loss.",
+    )
+    style.notes(figure, 356, *notes)
+    return figure
 
 
 def deferred():
-    picture = svg.Picture(560, 352, "What flce.fuse does with a head")
-    picture.text(20, 32, "The head's call returns deferred logits", size=16, weight=600)
-    box(picture, (20, 62, 130, 62), ["model", "hidden states"], "paper", "grey")
-    box(picture, (200, 62, 150, 62), ["lm_head(x)", "a Tensor, no memory"])
-    box(picture, (400, 62, 140, 62), ["/ T, cap, [:-1]", "recorded"])
-    box(picture, (200, 188, 150, 62), ["cross_entropy", "one call of flce"])
-    box(picture, (400, 188, 140, 62), ["anything else", "real logits"], "paper", "orange")
+    figure, axes = drawing(560, 352, "The head's call returns deferred logits")
+    box(axes, (20, 62, 130, 62), ["model", "hidden states"], style.PAPER, style.GREY)
+    box(axes, (200, 62, 150, 62), ["lm_head(x)", "a Tensor, no memory"])
+    box(axes, (400, 62, 140, 62), ["/ T, cap, [:-1]", "recorded"])
+    box(axes, (200, 188, 150, 62), ["cross_entropy", "one call of flce"])
+    box(axes, (400, 188, 140, 62), ["anything else", "real logits"], style.PAPER, style.ORANGE)
     for points in (
         [(150, 93), (198, 93)],
         [(350, 93), (398, 93)],
         [(450, 124), (450, 156), (275, 156), (275, 186)],
         [(470, 124), (470, 186)],
     ):
-        picture.line(points, "grey", 1.5, arrow=True)
-    for y, words in (
-        (288, "log_softmax with gather, logsumexp and entropies become calls of flce too."),
-        (308, "What is not recognised gets the head's own logits: results do not depend"),
-        (328, "on what is recognised."),
-    ):
-        picture.text(20, y, words, "grey", 13)
-    return picture
+        arrow(axes, points)
+    notes = (
+        "log_softmax with gather, logsumexp and entropies become calls of flce too.",
+        "What is not recognised gets the head's own logits: results do not depend",
+        "on what is recognised.",
+    )
+    style.notes(figure, 288, *notes)
+    return figure
 
 
 # The heads of the first picture, by the shapes of its record.
@@ -205,7 +219,7 @@ HEADS = {
 
 
 def every():
-    """{file name: picture}"""
+    """{file name: figure}"""
     made = {"readme.svg": readme(), "memory.svg": memory(), "chunks.svg": chunks()}
     made["memory-time.svg"] = plot.draw_panels(record("27-h100-budgets"), HEADS)
     made["deferred.svg"] = deferred()
@@ -225,8 +239,8 @@ def main(arguments=None):
     parser.add_argument("--out", type=pathlib.Path, default=DOCS / "pictures")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, picture in every().items():
-        picture.save(options.out / name)
+    for name, figure in every().items():
+        style.save(figure, options.out / name)
 
 
 if __name__ == "__main__":

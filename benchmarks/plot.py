@@ -12,7 +12,7 @@ import argparse
 import json
 import pathlib
 
-import svg
+import style
 
 TITLES = {"step": "forward + backward", "forward": "forward under no_grad"}
 
@@ -42,6 +42,11 @@ def point(row):
     return row["peak_bytes"] / 1e9, row["ratio"]
 
 
+def line(rows):
+    """The points' memory and time, by memory."""
+    return zip(*sorted(map(point, rows)), strict=True) if rows else ([], [])
+
+
 def label_of(row):
     """A peer's name; for flce the budget, or `save` if it was given explicitly."""
     if row["kind"] == "peer":
@@ -56,7 +61,7 @@ def labelled(rows):
     others are close to them."""
     fused = [row for row in rows if row["kind"] == "flce"]
     dtype = fused[0]["logits_dtype"] if fused else None
-    return [row for row in rows if row["kind"] == "peer" or row["logits_dtype"] == dtype]
+    return [r for r in rows if r["kind"] == "peer" or r.get("logits_dtype", "") == dtype]
 
 
 def titles(rows, machine):
@@ -71,84 +76,66 @@ def titles(rows, machine):
     )
 
 
-def draw(rows, machine):
-    """The picture of one shape. `rows` have one of the bare GEMMs."""
-    title, where = titles(rows, machine)
-    picture = svg.Picture(640, 520, f"Time against memory, {title}")
-    picture.text(20, 32, title, size=16, weight=600)
-    picture.text(20, 53, where, "grey", 13)
+def compare(axes, rows, texts):
+    """Time against memory: peers are points, flce's budgets a line for each logits dtype.
+    texts: [(row, label)]"""
     drawn = [row for row in rows if row["kind"] != "floor"]
+    axes.set(xscale="log", yscale="log")
+    axes.margins(x=0.2, y=0.1)
+    axes.axhline(1, color=style.GREY, linewidth=0.9, linestyle=style.DASHED)
     peers = [row for row in drawn if row["kind"] == "peer"]
-    xs, ys = zip(*map(point, drawn), strict=True)
-    box, logarithmic = (74, 74, 544, 388), (True, True)
-    axes = svg.Axes(picture, box, xs, (*ys, 1.0), logarithmic, margin=0.12)
-    axes.frame("peak memory over the inputs, GB", "time / bare products", "x")
-    _, one = axes.at(xs[0], 1.0)
-    picture.line([(axes.left, one), (axes.left + axes.width, one)], "grey", dash="5 4")
-    edge = [axes.at(*point(row)) for row in front(peers)]
-    steps = [s for (_, y), (x, z) in zip(edge, edge[1:], strict=False) for s in ((x, y), (x, z))]
-    picture.line([*edge[:1], *steps], "orange", opacity=0.6)
-    for row in peers:
-        picture.dot(*axes.at(*point(row)), "orange")
+    axes.plot(*line(peers), "o", color=style.ORANGE)
     groups = {}
     for row in (row for row in drawn if row["kind"] == "flce"):
         groups.setdefault((row["logits_dtype"], "valid_bound" in row), []).append(row)
     for fused in groups.values():
-        points = [axes.at(*one) for one in sorted(map(point, fused))]
-        picture.line(points, "blue", 1.5)
-        for x, y in points:
-            picture.square(x, y, "blue")
-    labels = svg.Labels(axes, [axes.at(*point(row)) for row in drawn])
-    for row in sorted(labelled(drawn), key=lambda row: (row["kind"] != "flce", row["ratio"])):
-        colour = "blue" if row["kind"] == "flce" else "ink"
-        labels.put(*axes.at(*point(row)), label_of(row), colour)
-    return picture
+        axes.plot(*line(fused), "s-", color=style.BLUE)
+    style.logarithmic(axes.xaxis)
+    style.logarithmic(axes.yaxis, "x")
+    colours = {"flce": style.BLUE, "peer": style.INK}
+    found = [(point(row), text, colours[row["kind"]]) for row, text in texts]
+    style.label(axes, found)
 
 
-PANEL = (660, 400)  # width and height of a panel
+def draw(rows, machine):
+    """The picture of one shape. `rows` have one of the bare GEMMs."""
+    title, where = titles(rows, machine)
+    figure = style.figure(640, 520, f"Time against memory, {title}")
+    style.head(figure, title, where)
+    labels = "peak memory over the inputs, GB", "time / bare products"
+    axes = style.frame(figure, 74, 74, 544, 388, *labels)
+    xs, ys = line(front([row for row in rows if row["kind"] == "peer"]))
+    steps = [x for x in xs for _ in "ab"][1:], [y for y in ys for _ in "ab"][:-1]
+    axes.plot(*steps, color=style.ORANGE, alpha=0.6, linewidth=0.9)
+    shown = sorted(labelled(rows), key=lambda row: (row["kind"] != "flce", row["ratio"]))
+    compare(axes, rows, [(row, label_of(row)) for row in shown])
+    return figure
+
+
 NAMES = {"liger": "Liger", "cce": "Cut Cross Entropy", "cce exact": "the same, exact"}
 NAMES |= {"torch chunked": "torch's chunks"}
 
 
-def panel(picture, left, top, title, rows):
-    """Time against memory of one shape: peers are points, flce's budgets a line."""
-    drawn = [row for row in rows if row["kind"] != "floor"]
-    xs, ys = zip(*map(point, drawn), strict=True)
-    box = (left + 74, top + 36, PANEL[0] - 100, PANEL[1] - 110)
-    axes = svg.Axes(picture, box, (*xs, max(xs) * 1.2), (*ys, 1.0), (True, True), margin=0.08)
-    picture.text(left + 74, top + 22, title, size=15, weight=600)
-    axes.frame("peak memory over the inputs, GB", "time / three GEMMs", "x")
-    _, one = axes.at(xs[0], 1.0)
-    picture.line([(axes.left, one), (axes.left + axes.width, one)], "grey", dash="5 4")
-    fused = sorted((row for row in drawn if row["kind"] == "flce"), key=point)
-    picture.line([axes.at(*point(row)) for row in fused], "blue", 2)
-    labels = svg.Labels(axes, [axes.at(*point(row)) for row in drawn])
-    for row in fused:
-        picture.square(*axes.at(*point(row)), "blue")
-    shown = [fused[0], next(row for row in fused if row["budget"] == "default")]
-    for row in (*shown, *(row for row in drawn if row["kind"] == "peer")):
-        ours = row["kind"] == "flce"
-        if not ours:
-            picture.dot(*axes.at(*point(row)), "orange")
-        name = label_of(row)
-        labels.put(*axes.at(*point(row)), NAMES.get(name, name), "blue" if ours else "ink")
-
-
 def draw_panels(record, shapes):
     """One picture of a record of bench.py with budgets and peers: a panel for each shape."""
-    columns, rows = 2, -(-len(shapes) // 2)
-    picture = svg.Picture(columns * PANEL[0], rows * PANEL[1] + 64, "Time against memory")
-    picture.text(24, 34, "Loss and gradients of a head: time against memory", size=19, weight=600)
+    columns, width, height = 2, 540, 350
+    lines = -(-len(shapes) // columns)
+    title = "Loss and gradients of a head: time against memory"
+    figure = style.figure(columns * width, lines * height + 64, title)
     machine = record["machine"]
     where = f"{machine['gpu']}, torch {machine['torch']}, {machine['date'][:10]}, bfloat16, forward"
-    picture.text(
-        24, 56, f"{where} + backward; flce at max_memory from 16 MiB to its default", "grey"
-    )
-    for i, (shape, title) in enumerate(shapes.items()):
-        made = [r for r in record["rows"] if r["shape"] == shape and r["pass"] == "step"]
-        left, top = PANEL[0] * (i % columns), 64 + PANEL[1] * (i // columns)
-        panel(picture, left, top, title, made)
-    return picture
+    style.head(figure, title, f"{where} + backward; flce at max_memory from 16 MiB to its default")
+    for i, (shape, name) in enumerate(shapes.items()):
+        rows = [r for r in record["rows"] if r["shape"] == shape and r["pass"] == "step"]
+        left, top = width * (i % columns) + 74, 64 + height * (i // columns) + 36
+        labels = "peak memory over the inputs, GB", "time / three GEMMs"
+        axes = style.frame(figure, left, top, width - 100, height - 110, *labels)
+        axes.set_title(name)
+        fused = sorted((row for row in rows if row["kind"] == "flce"), key=point)
+        shown = [fused[0], next(row for row in fused if row["budget"] == "default")]
+        shown += [row for row in rows if row["kind"] == "peer"]
+        compare(axes, rows, [(row, NAMES.get(label_of(row), label_of(row))) for row in shown])
+    return figure
 
 
 def main(arguments=None):
@@ -163,7 +150,7 @@ def main(arguments=None):
     options.out.mkdir(parents=True, exist_ok=True)
     for name, (rows, machine) in by_shape(records, options.pass_name).items():
         path = options.out / f"{name}-{options.pass_name}.svg"
-        draw(rows, machine).save(path)
+        style.save(draw(rows, machine), path)
         print(path)
 
 

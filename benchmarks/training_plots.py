@@ -3,9 +3,9 @@
 import json
 import statistics
 
-import svg
+import style
 
-COLOURS = {"exact": "ink", "2^-8": "green", "2^-6": "blue", "2^-4": "orange"}
+COLOURS = {"exact": style.INK, "2^-8": style.GREEN, "2^-6": style.BLUE, "2^-4": style.ORANGE}
 
 
 def load_runs(paths):
@@ -81,60 +81,54 @@ def print_tables(found):
         print(f"{described(chosen)}\n\n{made(gradients)}\n")
 
 
-def validation_curve(run):
-    return tuple([one[key] for one in run["validation"]] for key in ("step", "loss"))
-
-
-def draw_curves(picture, box, gradients, curve, ylabel):
+def draw_curves(axes, gradients):
     """The mean over seeds, and from the least to the most of them, after the first fifth of the
-    steps, whose losses are far above the others; `curve`: run -> (xs, ys)."""
-    means, bands = {}, {}
+    steps, whose losses are far above the others."""
     for gradient, runs in gradients.items():
-        xs = curve(runs[0])[0]
-        columns = list(zip(*(curve(run)[1] for run in runs), strict=True))
-        late = [i for i, x in enumerate(xs) if 5 * x >= xs[-1]]
-        ends = [[(xs[i], end(columns[i])) for i in late] for end in (max, statistics.mean, min)]
-        means[gradient], bands[gradient] = ends[1], [*ends[0], *reversed(ends[2])]
-    points = [one for band in bands.values() for one in band]
-    axes = svg.Axes(picture, box, *zip(*points, strict=True))
-    axes.frame("step", ylabel)
-    for gradient, mean in means.items():
-        colour = COLOURS.get(gradient, "grey")
-        picture.area([axes.at(*one) for one in bands[gradient]], colour, opacity=0.18)
-        picture.line([axes.at(*one) for one in mean], colour)
+        colour = COLOURS.get(gradient, style.GREY)
+        steps = [one["step"] for one in runs[0]["validation"]]
+        losses = zip(*([one["loss"] for one in run["validation"]] for run in runs), strict=True)
+        late = [pair for pair in zip(steps, losses, strict=True) if 5 * pair[0] >= steps[-1]]
+        steps, losses = zip(*late, strict=True)
+        axes.fill_between(
+            steps,
+            *zip(*((min(one), max(one)) for one in losses), strict=True),
+            color=colour,
+            alpha=0.18,
+            linewidth=0,
+        )
+        axes.plot(steps, list(map(statistics.mean, losses)), color=colour, linewidth=0.8)
 
 
-def draw_final(picture, box, gradients):
-    losses = {gradient: list(map(final, runs)) for gradient, runs in gradients.items()}
-    places = range(len(losses))
-    every = [value for values in losses.values() for value in values]
-    axes = svg.Axes(picture, box, [-0.5, len(losses) - 0.5], every)
-    axes.frame("gradient", "validation loss at the end", xticks=False)
-    for place, (gradient, values) in zip(places, losses.items(), strict=True):
-        colour = COLOURS.get(gradient, "grey")
-        for value in values:
-            picture.dot(*axes.at(place, value), colour, opacity=0.8)
-        mean = statistics.mean(values)
-        picture.line([axes.at(place - 0.3, mean), axes.at(place + 0.3, mean)], colour, 1.5)
-        x, _ = axes.at(place, mean)
-        picture.text(x, box[1] + box[3] + 16, gradient, colour, 11.5, "middle")
+def draw_final(axes, gradients):
+    for place, (gradient, runs) in enumerate(gradients.items()):
+        colour, losses = COLOURS.get(gradient, style.GREY), list(map(final, runs))
+        axes.plot([place] * len(losses), losses, "o", color=colour, alpha=0.8)
+        axes.hlines(statistics.mean(losses), place - 0.3, place + 0.3, color=colour)
+    axes.grid(False, axis="x")
+    axes.set_xticks(range(len(gradients)), gradients)
+    for name in axes.get_xticklabels():
+        name.set_color(COLOURS.get(name.get_text(), style.GREY))
 
 
 def draw(found):
     """For each configuration the validation loss during training and at the end."""
-    picture = svg.Picture(640, 350 * len(found) + 10, "Training with exact and sampled gradients")
+    title = "Training with exact and sampled gradients"
+    figure = style.figure(640, 350 * len(found) + 10, title)
     for row, (text, gradients) in enumerate(found.items()):
         top = 350 * row
         for line, words in enumerate(described(json.loads(text)).splitlines()):
-            picture.text(20, top + 30 + 18 * line, words, size=14, weight=600)
-        boxes = [(left, top + 68, 230, 226) for left in (74, 392)]
-        draw_curves(picture, boxes[0], gradients, validation_curve, "validation loss")
-        draw_final(picture, boxes[1], gradients)
-    return picture
+            style.write(figure, 20, top + 30 + 18 * line, words, size=10.5, weight="bold")
+        left = style.frame(figure, 74, top + 68, 230, 226, "step", "validation loss")
+        draw_curves(left, gradients)
+        left.locator_params("x", nbins=4)
+        names = "gradient", "validation loss at the end"
+        draw_final(style.frame(figure, 392, top + 68, 230, 226, *names), gradients)
+    return figure
 
 
 def plot(paths, out):
     found = groups(load_runs(paths))
     print_tables(found)
-    draw(found).save(out)
+    style.save(draw(found), out)
     print(out)

@@ -2,6 +2,10 @@
 """Writes docs/api.md, a page of the site, from the docstrings of flce's public names.
 
 python docs/make_api.py
+
+mkdocstrings does not serve here (2.0.11, tried 2026-11-27). From the source it shows the twins in
+flce/plain.py, `**options` without their names, and the module flce.plan in place of the function;
+by inspection it fails at the Modules. Either way the examples and the fields of tuples run together.
 """
 
 import inspect

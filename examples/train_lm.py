@@ -190,25 +190,27 @@ def train(name, tokens, preset, steps, device, settings):
     return curve, model
 
 
-# ---- measurements of the loss step: head and loss, forward and backward ----
+# ---- measurements of a loss step: head and loss, forward and backward ----
+# A loss is called as loss(hidden, weight, *others, settings). `state` are its tensors; hidden and
+# weight get gradients. Names of losses are those of a report.
 
 
-def loss_step(name, hidden, weight, target, device, settings):
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+def loss_step(loss, state, device, settings):
+    hidden, weight, *others = state
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     with precision(device):
-        loss = LOSSES[name](hidden, weight, target, settings)
-    loss.backward()
+        loss(*leaves, *others, settings).backward()
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def median_times(state, device, settings, repeats=5):
+def median_times(losses, state, device, settings, repeats=5):
     """Milliseconds of each loss; they take turns, so that both see the same machine."""
-    times = {name: [] for name in LOSSES}
+    times = {name: [] for name in losses}
     for repeat in tqdm(range(repeats + 1), "timing the loss step"):
-        for name in LOSSES:
+        for name, loss in losses.items():
             start = time.perf_counter()
-            loss_step(name, *state, device, settings)
+            loss_step(loss, state, device, settings)
             if repeat:  # the first one warms up
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
@@ -220,17 +222,18 @@ def process_memory(field):
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
 
-def resident_growth(name, path, settings):
+def resident_growth(loss, path, settings):
     """Bytes by which a loss step raises the peak of this process's resident memory."""
-    hidden, weight, target = torch.load(path)
-    loss_step(name, hidden[:1, :8], weight, target[:1, :8], "cpu", settings)  # loads libraries
+    state = torch.load(path)
+    few = [one if one.shape[0] == VOCAB else one[:1, :8] for one in state]  # of the rows
+    loss_step(loss, few, "cpu", settings)  # loads libraries
     gc.collect()
     before = process_memory("VmRSS")
-    loss_step(name, hidden, weight, target, "cpu", settings)
+    loss_step(loss, state, "cpu", settings)
     return process_memory("VmHWM") - before
 
 
-def peak_memory(name, state, device, settings, folder):
+def peak_memory(loss, state, device, settings, folder):
     """Bytes that a loss step needs at its peak in addition to its inputs, its gradients included.
 
     CPU: the growth of resident memory in a fresh process, which counts every library's memory.
@@ -239,32 +242,50 @@ def peak_memory(name, state, device, settings, folder):
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss_step(name, *state, device, settings)
+        loss_step(loss, state, device, settings)
         return torch.cuda.max_memory_allocated() - before
     path = folder / "loss-step.pt"
     torch.save(tuple(tensor.detach().clone() for tensor in state), path)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        growth = pool.apply(resident_growth, (name, path, settings))
+        growth = pool.apply(resident_growth, (loss, path, settings))
     path.unlink()
     return growth
+
+
+def measure(losses, state, device, settings, folder):
+    """{name: milliseconds of a loss step} and {name: bytes that it needs}."""
+    times = median_times(losses, state, device, settings)
+    named = tqdm(losses.items(), "measuring memory")
+    return times, {name: peak_memory(one, state, device, settings, folder) for name, one in named}
 
 
 # ---- report ----
 
 
-def plot(curves, memory, path):
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 4.5), width_ratios=(2, 1), layout="constrained"
+def draw_bars(axes, values, unit, title):
+    bars = axes.bar(list(values), list(values.values()), color=["C0", "C1"])
+    axes.bar_label(bars, fmt=f"%.0f {unit}")
+    axes.margins(y=0.1)
+    axes.set(ylabel=unit, title=title)
+
+
+def draw_measured(axes, times, memory):
+    """Time and memory of the loss step, on two axes."""
+    draw_bars(axes[0], times, "ms", "time of the loss step")
+    megabytes = {name: size / MIB for name, size in memory.items()}
+    draw_bars(axes[1], megabytes, "MiB", "its peak memory")
+
+
+def plot(curves, times, memory, path):
+    figure, (left, *right) = pyplot.subplots(
+        1, 3, figsize=(13, 4.5), width_ratios=(2, 1, 1), layout="constrained"
     )
     for (name, curve), style in zip(curves.items(), ("-", "--"), strict=True):
         left.plot(range(1, len(curve) + 1), curve, style, label=name, linewidth=2)
     left.set(xlabel="step", ylabel="loss", title="training loss, same seed and batches")
     left.legend()
     left.grid(alpha=0.3)
-    bars = right.bar(list(memory), [bytes_ / MIB for bytes_ in memory.values()], color=["C0", "C1"])
-    right.bar_label(bars, fmt="%.0f MiB")
-    right.margins(y=0.1)
-    right.set(ylabel="MiB", title="peak memory of the loss step")
+    draw_measured(right, times, memory)
     figure.savefig(path, dpi=120)
 
 
@@ -324,11 +345,10 @@ def main():
     ids, target = next(batches(tokens, preset, 1, device))
     with torch.no_grad(), precision(device):
         state = (model(ids), model.head.weight, target)
-    times = median_times(state, device, settings)
-    memory = {name: peak_memory(name, state, device, settings, folder) for name in LOSSES}
+    times, memory = measure(LOSSES, state, device, settings, folder)
 
     picture = folder / "losses.png"
-    plot(curves, memory, picture)
+    plot(curves, times, memory, picture)
     difference = report(curves, times, memory, preset, device)
     print(f"picture: {picture}")
     # Sixteen-bit rounding or samples alone part two runs further than this; NaN fails.

@@ -158,18 +158,24 @@ def test_reference_is_that_of_autograd(scripts, monkeypatch):
         assert error < 1e-12, name
 
 
+def marks(root, colour):
+    """The number of points of a colour in a picture."""
+    uses = (one for one in root.iter() if one.tag.endswith("}use"))
+    return sum(f"fill: {colour}" in one.get("style") for one in uses)
+
+
 def test_plot(scripts, tmp_path):
+    pytest.importorskip("matplotlib")
     choices = ["--peers", "eager", "--budget", "default", "8KiB", "--passes", "step"]
     _, record = bench(scripts, tmp_path, SHAPE, "64x16x400", "--ignored", "0.5", *choices)
-    plot = scripts("plot")
+    plot, style = scripts("plot"), scripts("style")
     plot.main([str(tmp_path / "record.json"), "--out", str(tmp_path / "pictures")])
     for shape in (SHAPE, "64x16x400"):
         root = ElementTree.parse(tmp_path / "pictures" / f"{shape}-step.svg").getroot()
         kinds = [row["kind"] for row in record["rows"] if row["shape"] == shape]
-        drawn = [one.get("class") for one in root]
-        assert drawn.count("f-orange") == kinds.count("peer")
-        assert drawn.count("f-blue") >= kinds.count("flce")
-        assert "flce, 8KiB" in [one.text for one in root]
+        assert marks(root, style.ORANGE) == kinds.count("peer")
+        assert marks(root, style.BLUE) == kinds.count("flce")
+        assert "flce, 8KiB" in [one.text for one in root.iter()]
     pairs = [(3, 1), (1, 9), (2, 9), (2, 5), (4, 2)]
     rows = [{"peak_bytes": size, "ratio": ratio} for size, ratio in pairs]
     best = [(row["peak_bytes"], row["ratio"]) for row in plot.front(rows)]
@@ -353,6 +359,7 @@ def test_distill(scripts, tmp_path, near):
 
 def test_distill_sweep(scripts, tmp_path):
     """A length that would not fit is left out; the table and the picture have the others."""
+    pytest.importorskip("matplotlib")
     path, page = tmp_path / "record.json", tmp_path / "page.md"
     operands = 4 * 16 * (2 * 48 + 2 * 200)  # of the last length
     common = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--json", str(path)]
@@ -374,8 +381,10 @@ def test_distill_sweep(scripts, tmp_path):
     assert lines[7].startswith("| 48 | ") and "does not fit: 0 GB" in lines[7]
     texts = [one.text for one in ElementTree.parse(out).getroot().iter() if one.text]
     assert {"JSD of a student's head from a teacher's", "eager", "flce", "48"} <= set(texts)
-    shapes = [one.tag.split("}")[1] for one in ElementTree.parse(out).getroot()]
-    assert shapes.count("circle") == 2 * 2 + 3 and shapes.count("rect") == 1 + 2 * 2 * 3
+    style, root = scripts("style"), ElementTree.parse(out).getroot()
+    points = {"eager": 2 * 2, "flce": 2 * 3, "sampled": 2 * 3}  # of both panels, and of the legend
+    for name, count in points.items():
+        assert marks(root, style.CONTESTANTS[name]) == count + 1
 
 
 @pytest.mark.parametrize("arguments", [("shapes",), ("24x16x200", "--dtype", "float32")])

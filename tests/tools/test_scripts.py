@@ -124,9 +124,16 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("demo")
 
 
-@pytest.mark.parametrize("name", ["train_lm", "distill"])
-def test_examples(name, folder, monkeypatch):
-    """Two steps of a model of two hundred rows."""
+# What each prints.
+EXAMPLES = {
+    "train_lm": ("training, eager: 100%", "training, flce: 100%", "eager: last loss"),
+    "distill": ("student, eager: 100%", "student, flce: 100%", "teacher:", "text alone:"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name, folder, monkeypatch, capsys):
+    """Two steps of a model of two hundred rows: losses, time and memory, bars, a picture."""
     for needed in ("tokenizers", "tqdm", "matplotlib"):
         pytest.importorskip(needed)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -135,6 +142,9 @@ def test_examples(name, folder, monkeypatch):
     monkeypatch.setitem(train_lm.PRESETS, "cpu", small)
     assert run(monkeypatch, importlib.import_module(name), "--out", folder) == 0
     assert list(folder.glob("*.png"))
+    printed = "".join(capsys.readouterr())
+    assert all(text in printed for text in EXAMPLES[name])
+    assert len(re.findall(r", loss step [\d.]+ ms, peak memory \d+ MiB\n", printed)) == 2
 
 
 def test_batch_invariance(monkeypatch, tmp_path, capsys):

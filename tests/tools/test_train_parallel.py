@@ -49,6 +49,7 @@ def check_curves(record):
     ("model", "cases"), [("tiny", ["fsdp", "tp"]), ("tiny-untied", ["tp", "context", "pipeline"])]
 )
 def test_two_ranks(tmp_path, model, cases):
+    pytest.importorskip("matplotlib")
     record = record_of(tmp_path, 2, "--models", model, "--steps", "4", "--case", *cases)
     check_curves(record)
     runs = {(row["case"], row["loss"]) for row in record["rows"]}
@@ -97,8 +98,9 @@ def test_what_a_case_needs(scripts, monkeypatch, capsys):
         assert text in capsys.readouterr().err
 
 
-def test_a_run_without_memory(scripts):
-    """Has no figures, and the picture has its reason."""
+def test_a_run_without_memory(scripts, tmp_path, monkeypatch, capsys):
+    """Has no figures, and the picture has its reason. Without matplotlib there is no picture."""
+    pytest.importorskip("matplotlib")
     script = scripts("train_parallel")
     names = {"model": "tiny", "case": "tp", "steps": 2}
     rows = [
@@ -110,5 +112,10 @@ def test_a_run_without_memory(scripts):
     assert "out of memory" in script.line(rows[0]) and "1.00 GB" in script.line(rows[1])
     record = {"machine": {"device": "cpu", "torch": "2", "date": "2026-01-01"}, "ranks": 2}
     record |= {"dtype": "bfloat16", "sequences": 2, "length": 8, "rows": rows, "agreement": []}
-    picture = "\n".join(scripts("parallel_plot").draw(record).lines)
+    script.save(record, tmp_path)
+    picture = (tmp_path / "train-parallel.svg").read_text()
     assert "plain: out of memory" in picture and "1.0 GB" in picture
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    script.save(record, tmp_path / "none")
+    assert "no picture: " in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["train-parallel.json"]
