@@ -15,7 +15,9 @@
 #include <math.h>
 
 enum {
-  CLUSTER_ROWS = 256, /* Hopper's, as kFusedTile: FLCE_SM90 of architectures.h */
+  /* cluster_rows of FLCE_SM90 in architectures.h, copied for the model of time; so is kFusedTile.
+   */
+  CLUSTER_ROWS = 256,
   /* LEAST_BYTES: below it max_memory bounds a block's logits alone, not its rows of dX and x.
    * LEAST_LOGITS_BYTES: what a block with the fewest rows may have of logits in addition to these
    * rows, within max_memory. With dX first (choose_dx_first) both are half: its blocks make no
@@ -60,7 +62,7 @@ typedef struct block_loop {
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                           const flce_plan* plan) {
   int64_t size = flce_size_of(plan->dtype), stat = flce_size_of(flce_stat_dtype(plan->dtype));
-  /* Not copies_logits_input: `plan` is that of chunks, and blocks skip no rows (choose_rows). */
+  /* Not copies_logits_input: `plan` is that of chunks, and blocks skip no rows (choose_gathers). */
   bool copies = problem->shape.rows < problem->shape.tokens || plan->input_pitch != plan->hidden;
   int64_t row_bytes = 0;
   if (problem->wants.grad_input) row_bytes += plan->hidden * stat;

@@ -91,19 +91,19 @@ static void list_gradients(const flce_problem* problem, flce_plan* plan) {
   const bool any = plan->strategy != FLCE_SAVE_NOTHING, dx = any && problem->wants.grad_input;
   const bool dw = any && problem->wants.grad_weight && !problem->backward.adds_grad_weight;
   const bool db = any && problem->wants.grad_bias;
-  const flce_dtype of_dx = plan->grad_input_dtype, of_dw = plan->grad_weight_dtype;
-  const flce_dtype of_db = plan->grad_bias_dtype;
-  const int64_t in_dx = flce_input_rows(problem) * problem->shape.hidden;
-  const int64_t in_dw = problem->shape.weight_rows * flce_grad_weight_cols(problem);
-  const int64_t in_db = problem->shape.weight_rows;
-  const int64_t rounded = rounded_bytes(dx, in_dx, of_dx, problem->dtypes.input) +
-                          rounded_bytes(dw, in_dw, of_dw, problem->dtypes.weight) +
-                          rounded_bytes(db, in_db, of_db, problem->dtypes.bias);
+  const flce_dtype dx_dtype = plan->grad_input_dtype, dw_dtype = plan->grad_weight_dtype;
+  const flce_dtype db_dtype = plan->grad_bias_dtype;
+  const int64_t dx_elements = flce_input_rows(problem) * problem->shape.hidden;
+  const int64_t dw_elements = problem->shape.weight_rows * flce_grad_weight_cols(problem);
+  const int64_t db_elements = problem->shape.weight_rows;
+  const int64_t rounded = rounded_bytes(dx, dx_elements, dx_dtype, problem->dtypes.input) +
+                          rounded_bytes(dw, dw_elements, dw_dtype, problem->dtypes.weight) +
+                          rounded_bytes(db, db_elements, db_dtype, problem->dtypes.bias);
   const unsigned alive = plan->strategy == FLCE_SAVE_GRADS ? FORWARD_OUTPUT : BACKWARD_OUTPUT;
   const table_row rows[] = {
-      {FLCE_BUF_GRAD_INPUT, dx, alive, in_dx * flce_size_of(of_dx)},
-      {FLCE_BUF_GRAD_WEIGHT, dw, alive, in_dw * flce_size_of(of_dw)},
-      {FLCE_BUF_GRAD_BIAS, db, alive, in_db * flce_size_of(of_db)},
+      {FLCE_BUF_GRAD_INPUT, dx, alive, dx_elements * flce_size_of(dx_dtype)},
+      {FLCE_BUF_GRAD_WEIGHT, dw, alive, dw_elements * flce_size_of(dw_dtype)},
+      {FLCE_BUF_GRAD_BIAS, db, alive, db_elements * flce_size_of(db_dtype)},
       {FLCE_BUF_ROUNDED, true, BACKWARD_OUTPUT, rounded},
   };
   ADD_ROWS(plan, rows);
@@ -113,7 +113,7 @@ static void list_gradients(const flce_problem* problem, flce_plan* plan) {
 
 static void list_operands(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   const int64_t n = problem->shape.tokens, v = problem->shape.vocab, h = plan->hidden;
-  const int64_t e = flce_size_of(plan->dtype), stat = stat_size(plan);
+  const int64_t size = flce_size_of(plan->dtype), stat = stat_size(plan);
   const unsigned both = both_passes(plan);
   const bool padded = h != problem->shape.hidden, again = plan->strategy == FLCE_SAVE_STATS;
   /* The backward adds the bias where it reads logits that have none yet. */
@@ -122,12 +122,12 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
   /* A copy of x for the logits GEMM: in the forward, and where the backward runs it again. In both,
    * unless it is in FLCE_BUF_SCALED_X. */
   const bool copies = copies_logits_input(plan);
-  const int64_t copied_row = plan->input_pitch * e, of_blocks = plan->block_rows * copied_row;
+  const int64_t copied_row = plan->input_pitch * size, of_blocks = plan->block_rows * copied_row;
   const bool first_copy = plan->gathered_x == FLCE_BUF_GATHERED_X;
   const bool second_copy = again && plan->backward_gathered_x == FLCE_BUF_GATHERED_X;
   const table_row rows[] = {
-      {FLCE_BUF_INPUT_CAST, padded || problem->dtypes.input != plan->dtype, both, n * h * e},
-      {FLCE_BUF_WEIGHT_CAST, padded || problem->dtypes.weight != plan->dtype, both, v * h * e},
+      {FLCE_BUF_INPUT_CAST, padded || problem->dtypes.input != plan->dtype, both, n * h * size},
+      {FLCE_BUF_WEIGHT_CAST, padded || problem->dtypes.weight != plan->dtype, both, v * h * size},
       {FLCE_BUF_BIAS_CAST,
        problem->has.bias && problem->dtypes.bias != flce_stat_dtype(plan->dtype), bias, v * stat},
       {FLCE_BUF_INDEX, plan->gathers, both, facts->compact_bytes},
@@ -215,7 +215,7 @@ static void list_samples(const flce_problem* problem, const flce_facts* facts, f
 static void list_gradient_gemms(const flce_problem* problem, const flce_facts* facts,
                                 flce_plan* plan) {
   const int64_t v = problem->shape.vocab, chunk = gradient_rows(plan), width = plan->weight_hidden;
-  const int64_t e = flce_size_of(plan->dtype), stat = stat_size(plan);
+  const int64_t size = flce_size_of(plan->dtype), stat = stat_size(plan);
   const int64_t dx_row = plan->hidden * flce_size_of(plan->dx_gemm_dtype);
   const int64_t accum_row = width * flce_size_of(plan->accum_dtype);
   const unsigned pass = gradient_pass(plan);
@@ -230,9 +230,9 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
       {FLCE_BUF_ORDER, exp_form && (dw || db), pass, facts->order_bytes},
       {FLCE_BUF_DX_ROWS, dx_rows, pass, chunk * dx_row},
       {FLCE_BUF_SCALED_X, dw && copies_weight_input(problem, plan), pass,
-       chunk * plan->input_pitch * e},
+       chunk * plan->input_pitch * size},
       {FLCE_BUF_DW_ACCUM, dw && own_dw, pass, v * accum_row},
-      {FLCE_BUF_GEMM_PIECE, true, pass, max64(dw ? dw_piece : 0, dx_piece) * e},
+      {FLCE_BUF_GEMM_PIECE, true, pass, max64(dw ? dw_piece : 0, dx_piece) * size},
       {FLCE_BUF_DB_ACCUM, db, pass, v * stat},
       {FLCE_BUF_DB_PARTS, db, pass, plan->bias_parts * v * stat},
       {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, weighted * stat},
@@ -245,12 +245,8 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
 static void list_exchanges(const flce_problem* problem, flce_plan* plan) {
   const int64_t n = problem->shape.tokens, ranks = problem->shard.ranks, stat = stat_size(plan);
   const int64_t input_row = problem->shape.hidden * flce_size_of(problem->dtypes.input);
-  /* Where the chunk's next step reads the statistics of all classes, they are exchanged for each
-   * chunk, else for all rows at once. A divergence exchanges each chunk's too, but where it makes
-   * no gradients its buffer is as large as for all rows. (count_collectives counts the calls.) */
-  const bool grads = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
-  const bool holds_one_chunk = grads || plan->strategy == FLCE_SAVE_SAMPLES;
-  const int64_t exchanged = holds_one_chunk ? plan->chunk_rows : problem->shape.rows;
+  const bool each_chunk = exchanges_each_chunk(problem, plan);
+  const int64_t exchanged = each_chunk ? plan->chunk_rows : problem->shape.rows;
   const int64_t statistics = flce_shard_stat_count(problem) * exchanged * stat;
   const int64_t sums = FLCE_DIVERGENCE_SUMS * plan->chunk_rows * stat;
   const bool sums_dx = makes_gradients(problem, plan) && sums_partial_dx(problem);

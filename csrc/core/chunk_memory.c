@@ -49,7 +49,7 @@ static chunk_matrix saved_rows(const execution* e, int64_t first) {
 /* ---- forward ---- */
 
 /* The chunk's rows of logits that the caller gives. */
-static chunk_matrix given_logits(const execution* e, const chunk* c) {
+static chunk_matrix callers_logits(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   const void* rows = c->copied_x ? c->copied_x : input_of(e, c);
   void* data = element_ptr(rows, e->problem->shape.first_logit, plan->dtype);
@@ -69,7 +69,7 @@ chunk flce_chunk_in_place(const execution* e, int64_t first) {
   chunk c = chunk_of(e, first, plan->chunk_rows);
   c.copied_x = input_copy(e, plan->gathered_x);
   if (e->problem->has.logits) {
-    c.z = given_logits(e, &c);
+    c.z = callers_logits(e, &c);
     return c;
   }
   if (plan->fuses_rows && only_statistics(plan)) return c;
@@ -183,8 +183,8 @@ chunk flce_all_rows_in_dw(const execution* e) {
   chunk c = flce_all_rows(e);
   int64_t copies = c.rows * plan->copies_row_bytes, of_x = c.rows * bytes_of_copied_x(plan);
   int64_t scaled = copies_weight_input(e->problem, plan) ? plan->hidden : 0;
-  int64_t next = c.classes * flce_dw_class_bytes(plan) - copies -
-                 FLCE_DW_PADDING / 2; /* the other half aligns a block's logits */
+  /* Half of the padding aligns these matrices, the other half a block's logits. */
+  int64_t next = c.classes * flce_dw_class_bytes(plan) - copies - FLCE_DW_PADDING / 2;
   c.scaled_x = take(e, &next, c.rows * scaled * flce_size_of(plan->dtype));
   c.copied_x = take(e, &next, of_x);
   c.fused_scratch = take(e, &next, 1);

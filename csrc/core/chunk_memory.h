@@ -8,7 +8,7 @@
 /* All computed rows, without logits. */
 chunk flce_all_rows(const execution* e);
 
-/* Forward: E or dz overwrites the logits. */
+/* Forward: E or dz, if the pass makes any, overwrites the logits. */
 chunk flce_chunk_in_place(const execution* e, int64_t first);
 /* Forward: the caller's `saved` gets E or z. */
 chunk flce_chunk_to_saved(const execution* e, int64_t first);

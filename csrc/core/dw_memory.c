@@ -22,7 +22,7 @@ int64_t flce_copies_row_bytes(const flce_problem* problem, const flce_facts* fac
   int64_t bytes = 0, size = flce_size_of(plan->dtype);
   if (copies_weight_input(problem, plan)) bytes += plan->hidden * size;
   if (copies_logits_input(plan)) bytes += plan->input_pitch * size;
-  /* Without the copies, whose size is made here: flce_whole_scratch_row does not read it. */
+  /* Without the copies, whose size is computed here: flce_whole_scratch_row does not read it. */
   dw_memory memory = flce_memory_of_dw(problem, plan);
   if (plan->fuses_blocks) bytes += flce_whole_scratch_row(facts, &memory);
   return bytes;

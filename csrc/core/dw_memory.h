@@ -37,7 +37,7 @@ int64_t flce_copies_row_bytes(const flce_problem* problem, const flce_facts* fac
 typedef struct dw_memory {
   int64_t classes;      /* of all blocks and of those after them: the vocabulary */
   int64_t row;          /* bytes of a row of dW */
-  int64_t copies;       /* bytes at the end */
+  int64_t copies;       /* bytes of the copies of all rows, at the end */
   int64_t logits_class; /* bytes of a class of a block's logits */
 } dw_memory;
 

@@ -51,8 +51,8 @@ static flce_status begin_with_gradients(const execution* e, bool may_overlap) {
   return flce_begin_gradients(e);
 }
 
-/* Where no chunk needed the merged statistics of the ranks, those of all rows are exchanged at
- * once. */
+/* Of the strategies whose chunks do not read the statistics of other ranks' classes: one exchange
+ * for all rows. Nothing without ranks. */
 static flce_status exchange_all_statistics(const execution* e) {
   const chunk all = flce_all_rows(e);
   return all.rows > 0 ? flce_exchange_statistics(e, &all) : FLCE_OK;
@@ -62,7 +62,7 @@ static flce_status exchange_all_statistics(const execution* e) {
 static flce_status statistics_of_all_rows(const execution* e, flce_beginning begin) {
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, begin));
+    FLCE_TRY(flce_logits_and_begin(e, &c, begin));
     FLCE_TRY(flce_statistics(e, &c));
   }
   return exchange_all_statistics(e);
@@ -88,7 +88,7 @@ static flce_status forward_logits(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_to_saved(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
+    FLCE_TRY(flce_logits_and_begin(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_save_exp(e, &c));
   }
@@ -107,11 +107,11 @@ static flce_status forward_grads(const execution* e) {
    * of the backend's own, which waits for all kernels before it: in form exp it is a pass that
    * finishes the gradients, in form dz it may be a library's GEMM. */
   bool reduce_may_overlap = exp_form && !e->shard && rows > 0;
-  FLCE_TRY(flce_sum_weight(e));
+  FLCE_TRY(flce_sum_w_for_smoothing(e));
   if (rows == 0) FLCE_TRY(begin_with_gradients(e, false));
   for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));
+    FLCE_TRY(flce_logits_and_begin(e, &c, begin_with_gradients));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_begin_all_gather_statistics(e, &c));
     if (hides_exchange) FLCE_TRY(flce_dx_gemm(e, &c));
@@ -119,7 +119,7 @@ static flce_status forward_grads(const execution* e) {
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_loss_dz(e, &c));
     if (!hides_exchange) FLCE_TRY(flce_dx_gemm(e, &c));
-    FLCE_TRY(flce_add_gradients(e, &c));
+    FLCE_TRY(flce_finish_dx_add_dw_db(e, &c));
   }
   FLCE_TRY(flce_finish_gradients(e));
   FLCE_TRY(flce_class_logits(e));
@@ -145,7 +145,7 @@ static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
  * blocks of rows and classes. There is at least one row (flce_may_use_blocks). */
 static flce_status forward_grads_by_blocks(const execution* e) {
   int64_t rows = e->problem->shape.rows;
-  FLCE_TRY(flce_sum_weight(e));
+  FLCE_TRY(flce_sum_w_for_smoothing(e));
   FLCE_TRY(statistics_of_all_rows(e, begin_with_gradients));
   for (int64_t first = 0; first < rows; first += e->plan->block_rows) {
     const chunk c = flce_rows_of_blocks(e, first);
@@ -194,10 +194,10 @@ static flce_status dw_of_last_blocks(const execution* e, const chunk* rows) {
  * blocks that make dW. */
 static flce_status forward_grads_dx_first(const execution* e) {
   int64_t rows = e->problem->shape.rows;
-  FLCE_TRY(flce_sum_weight(e));
+  FLCE_TRY(flce_sum_w_for_smoothing(e));
   for (int64_t first = 0; first < rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_dw(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, begin_with_gradients));
+    FLCE_TRY(flce_logits_and_begin(e, &c, begin_with_gradients));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_loss_dz(e, &c));
@@ -219,7 +219,7 @@ static flce_status forward_samples(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_scalars_and_skipped_rows(e, false));
   for (int64_t first = 0; first < e->problem->shape.rows; first += e->plan->chunk_rows) {
     const chunk c = flce_chunk_in_place(e, first);
-    FLCE_TRY(flce_logits_with(e, &c, flce_scalars_and_skipped_rows));
+    FLCE_TRY(flce_logits_and_begin(e, &c, flce_scalars_and_skipped_rows));
     FLCE_TRY(flce_statistics_and_exp(e, &c));
     FLCE_TRY(flce_exchange_statistics(e, &c));
     FLCE_TRY(flce_sample_chunk(e, &c));
@@ -260,7 +260,7 @@ static flce_status forward_divergence_grads(const execution* e) {
     FLCE_TRY(flce_loss_coefficients(e, &c));
     FLCE_TRY(flce_divergence_dz(e, &c, &teacher));
     FLCE_TRY(flce_dx_gemm(e, &c));
-    FLCE_TRY(flce_add_gradients(e, &c));
+    FLCE_TRY(flce_finish_dx_add_dw_db(e, &c));
   }
   FLCE_TRY(flce_finish_gradients(e));
   return flce_reduce_losses(e, false);
@@ -316,8 +316,8 @@ static flce_status forward(const execution* e) {
 /* ---- backward ---- */
 
 static flce_status begin_backward(const execution* e) {
-  FLCE_TRY(flce_gather_rows(e));
-  FLCE_TRY(flce_sum_weight(e));
+  FLCE_TRY(flce_index_rows(e));
+  FLCE_TRY(flce_sum_w_for_smoothing(e));
   return flce_begin_gradients(e);
 }
 
@@ -332,7 +332,7 @@ static flce_status backward_logits(execution* e) {
     FLCE_TRY(flce_upstream_coefficients(e, &c));
     FLCE_TRY(flce_dz_of_saved(e, &c));
     FLCE_TRY(flce_dx_gemm(e, &c));
-    FLCE_TRY(flce_add_gradients(e, &c));
+    FLCE_TRY(flce_finish_dx_add_dw_db(e, &c));
   }
   FLCE_TRY(flce_order_targets(e));
   return flce_finish_gradients(e);
@@ -348,7 +348,7 @@ static flce_status backward_stats(execution* e) {
     FLCE_TRY(flce_recompute_logits(e, &c));
     FLCE_TRY(flce_exp_or_dz(e, &c));
     FLCE_TRY(flce_dx_gemm(e, &c));
-    FLCE_TRY(flce_add_gradients(e, &c));
+    FLCE_TRY(flce_finish_dx_add_dw_db(e, &c));
   }
   FLCE_TRY(flce_order_targets(e));
   return flce_finish_gradients(e);
@@ -416,7 +416,7 @@ static flce_status open_and_run_forward(execution* e, teacher_call* teacher) {
   FLCE_TRY(flce_open_operands(e, true, true));
   if (e->plan->is_divergence) FLCE_TRY(flce_open_teacher(e, problem, tensors, teacher));
   e->losses = reduces ? buffer_ptr(e, FLCE_BUF_ROW_LOSS) : tensors->loss;
-  FLCE_TRY(flce_gather_rows(e));
+  FLCE_TRY(flce_index_rows(e));
   return forward(e);
 }
 

@@ -1,4 +1,5 @@
-/* The steps of a forward, in the order of a call. */
+/* The steps of a forward, in the order of a call. flce_prepare, flce_local_rows and
+ * flce_row_coefficients are in shards.h; without ranks they call the backend's function. */
 #include "core/forward_steps.h"
 
 #include "core/plan_rules.h"
@@ -28,8 +29,8 @@ flce_fused_call flce_fused_call_of(const execution* e, const chunk* c) {
   if (e->plan->form == FLCE_FORM_EXP) set_out(&call.rows, &c->out);
   call.rows.bias = e->bias;
   call.rows.teacher = c->packed_with;
-  /* flce_sum_weight has computed this sum for dX. The label-smoothing sums that follow from it are
-   * cheaper than those that the GEMM's epilogue would compute. */
+  /* flce_sum_w_for_smoothing has computed this sum for dX. The label-smoothing sums that follow
+   * from it are cheaper than those that the GEMM's epilogue would compute. */
   if (e->problem->wants.grad_input && !e->bias) call.rows.wsum = buffer_ptr(e, FLCE_BUF_SMOOTH);
   return call;
 }
@@ -47,7 +48,7 @@ flce_status flce_logits(const execution* e, const chunk* c) {
   return flce_run_logits_gemm(e, c);
 }
 
-flce_status flce_logits_with(const execution* e, const chunk* c, flce_beginning begin) {
+flce_status flce_logits_and_begin(const execution* e, const chunk* c, flce_beginning begin) {
   if (c->first > 0) return flce_logits(e, c);
   if (!fuses(e)) {
     FLCE_TRY(begin(e, false));
@@ -66,8 +67,8 @@ static const void* loss_factor(const execution* e) {
   return scalar(e, scales ? FLCE_SCALAR_LOSS_SCALE : FLCE_SCALAR_INV_DENOM);
 }
 
-/* Whether fused_statistics computes coef, too: they do not follow from statistics of this rank's
- * classes alone. */
+/* Whether fused_statistics computes coef, too, where the forward makes gradients (else c->coef is
+ * NULL): they do not follow from statistics of this rank's classes alone. */
 static bool fuses_coefficients(const execution* e) {
   return e->plan->fuses_rows && !e->shard;
 }

@@ -10,7 +10,8 @@
  * fused logits GEMM of that chunk, which reads nothing that these steps write, so the first of them
  * may run concurrently with it (PDL). */
 typedef flce_status (*flce_beginning)(const execution* e, bool may_overlap);
-/* The call's scalars, the order of its targets, and the results of rows that no chunk computes. */
+/* The call's scalars, the results of rows that no chunk computes and, in a forward that makes
+ * gradients, the order of its targets. */
 flce_status flce_scalars_and_skipped_rows(const execution* e, bool may_overlap);
 /* The arguments of fused_logits and fused_statistics. */
 flce_fused_call flce_fused_call_of(const execution* e, const chunk* c);
@@ -18,7 +19,7 @@ flce_fused_call flce_fused_call_of(const execution* e, const chunk* c);
 flce_status flce_logits(const execution* e, const chunk* c);
 /* The same; for the first chunk also `begin`: before its GEMM, or queued after fused_logits, with
  * which it may overlap. */
-flce_status flce_logits_with(const execution* e, const chunk* c, flce_beginning begin);
+flce_status flce_logits_and_begin(const execution* e, const chunk* c, flce_beginning begin);
 
 /* ---- statistics ---- */
 

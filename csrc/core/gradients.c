@@ -220,7 +220,7 @@ static flce_status zero_padding(const execution* e) {
 }
 
 /* sum_j w_j W_j, for label smoothing's term of dX. */
-flce_status flce_sum_weight(const execution* e) {
+flce_status flce_sum_w_for_smoothing(const execution* e) {
   const flce_problem* problem = e->problem;
   void* smooth = buffer_ptr(e, FLCE_BUF_SMOOTH);
   if (!smooth || !problem->wants.grad_input || problem->shape.vocab == 0) return FLCE_OK;

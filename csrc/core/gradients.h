@@ -5,7 +5,7 @@
 #include "core/execution.h"
 
 /* Label smoothing's sum of W, before the first chunk. */
-flce_status flce_sum_weight(const execution* e);
+flce_status flce_sum_w_for_smoothing(const execution* e);
 /* Initial values of what the chunks add to, and the rows that no chunk holds. */
 flce_status flce_begin_gradients(const execution* e);
 /* The GEMM of the chunk's dX; in form exp it needs no coefficients. The results of a chunk's

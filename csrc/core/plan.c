@@ -81,15 +81,17 @@ static void choose_sizes(const flce_problem* problem, const flce_facts* facts, f
 
 /* ---- form ---- */
 
-/* The form of the forward. The entropy's gradient takes l from E, as l - c = log E, and the largest
- * logits are found by E, except where E includes the softcap's slope. */
+/* The form of the forward. E gives l = c + log E, which label smoothing, the gradients of entropy
+ * and class logits from saved E, and top-k need of every class; not with a softcap, whose slope E
+ * includes. */
 static flce_form choose_form(const flce_problem* problem, const flce_plan* plan) {
   if (plan->strategy == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
-  bool later_dz = (problem->wants.entropy_gradient || problem->wants.class_gradient) &&
-                  plan->strategy == FLCE_SAVE_LOGITS;
-  bool slope_of_all = problem->loss.label_smoothing > 0.0 || later_dz || problem->wants.topk > 0;
+  bool differentiates_saved = (problem->wants.entropy_gradient || problem->wants.class_gradient) &&
+                              plan->strategy == FLCE_SAVE_LOGITS;
+  bool reads_l_from_e =
+      problem->loss.label_smoothing > 0.0 || differentiates_saved || problem->wants.topk > 0;
   bool dz = plan->dtype == FLCE_F16 || problem->has.probabilities || problem->wants.tail ||
-            plan->is_divergence || (flce_caps_logits(&problem->loss) && slope_of_all);
+            plan->is_divergence || (flce_caps_logits(&problem->loss) && reads_l_from_e);
   return dz ? FLCE_FORM_DZ : FLCE_FORM_EXP;
 }
 
@@ -108,23 +110,25 @@ static bool needs_logits(const flce_problem* problem) {
 
 /* ---- matrices: logits, E or dz, and what is saved ---- */
 
-/* True if fused_logits produces what the strategy reads: E, float32 logits, or only statistics.
- * dz is a difference that may cancel, so it has to be computed from the same logits as the
- * statistics. The exception are logits that another GEMM computes again (save=stats, blocks), if
- * they are not rounded: float32 is accurate enough, but not for probability targets, which may be
- * almost equal to p. */
+/* True if fused_logits produces what the strategy reads: E, only statistics, or float32 logits. dz
+ * is a difference that may cancel, so it has to be computed from the same logits as the statistics,
+ * or from others that are as exact. */
 static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* facts,
                               const flce_plan* plan) {
-  bool reads_z = !only_statistics(plan), again = recomputes_logits(plan);
-  if (plan->form == FLCE_FORM_EXP || (plan->strategy == FLCE_SAVE_NOTHING && !reads_z)) return true;
-  if (plan->z_dtype != FLCE_F32) return false;
+  bool reads_more_than_statistics = !only_statistics(plan), again = recomputes_logits(plan);
+  if (plan->form == FLCE_FORM_EXP) return true; /* it writes E, or only statistics */
+  if (plan->strategy == FLCE_SAVE_NOTHING && !reads_more_than_statistics) return true;
+  if (plan->z_dtype != FLCE_F32) return false; /* it writes z in float32 alone */
+  /* Probability targets may be almost equal to p: dz needs the logits of the statistics. */
   if (again && problem->has.probabilities) return false;
-  if (again && !reads_z) return true;
-  /* The forward reads logits, too (dX first). gemm_adds_bias holds for fused_logits and for the
+  /* Another GEMM computes the logits that dz is made of, in float32: exact enough. */
+  if (again && !reads_more_than_statistics) return true;
+  /* With dX first the forward reads logits, too. gemm_adds_bias holds for fused_logits and for the
    * GEMM that computes the logits again, so both must be able to. */
   if (again && problem->has.bias && !facts->gemm_adds_bias) return false;
-  bool gives_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
-  return facts->fused_writes_z && !gives_e;
+  /* save=logits then keeps E, which a row pass makes from the logits of the statistics. */
+  bool saves_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);
+  return facts->fused_writes_z && !saves_e;
 }
 
 static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* facts,

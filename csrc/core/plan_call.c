@@ -98,6 +98,7 @@ flce_status flce_plan_call(const flce_backend* backend, const flce_problem* call
   problem.save = equal.save = flce_strategy_of(&strategies, problem.shape.rows);
   FLCE_TRY(flce_check_save(&problem));
   if (!flce_is_sharded(&problem)) return make_with_teacher(backend, &problem, &facts, plan);
+  /* The ranks have to run the same loops: what follows from sizes is planned for equal shares. */
   equal.derived.gathers = facts.skips_rows;
   FLCE_TRY(flce_plan_checked(&equal, &facts, plan));
   problem.derived.gathers = plan->gathers;

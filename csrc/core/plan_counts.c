@@ -76,9 +76,7 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
         (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
   }
-  /* Else the statistics of all rows are exchanged at once. */
-  bool exchanges_each_chunk = plan->strategy == FLCE_SAVE_SAMPLES || plan->is_divergence ||
-                              (grads && gradients && !by_blocks(plan));
+  bool each_chunk = exchanges_each_chunk(problem, plan);
   int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
   if (plan->is_divergence) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
@@ -86,7 +84,7 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   }
   numbers *= flce_size_of(flce_stat_dtype(plan->dtype));
   plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
-      (flce_collective){exchanges_each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
+      (flce_collective){each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
                         others * problem->shape.rows * numbers};
   if (!gradients || !sums_partial_dx(problem)) return;
   int64_t received = others * summed_elements(problem);

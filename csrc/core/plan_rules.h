@@ -48,6 +48,13 @@ static inline bool only_statistics(const flce_plan* plan) {
 static inline bool gradients_are_sampled(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_SAMPLES || plan->draws_from_dz;
 }
+/* True if the ranks exchange the statistics of each chunk, because its next step reads those of all
+ * classes; else those of all rows are exchanged at once. */
+static inline bool exchanges_each_chunk(const flce_problem* problem, const flce_plan* plan) {
+  bool gradients = plan->strategy == FLCE_SAVE_GRADS && makes_gradients(problem, plan);
+  return plan->strategy == FLCE_SAVE_SAMPLES || plan->is_divergence ||
+         (gradients && !by_blocks(plan));
+}
 /* The dtype in which dW is summed over few chunks; over many it may be wider. */
 static inline flce_dtype narrow_sum_dtype(const flce_problem* problem, const flce_plan* plan) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);

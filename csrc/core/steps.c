@@ -43,7 +43,7 @@ flce_status flce_open_operands(execution* e, bool reads_input, bool reads_bias) 
                  v, &e->bias);
 }
 
-flce_status flce_gather_rows(const execution* e) {
+flce_status flce_index_rows(const execution* e) {
   if (!e->plan->gathers) return FLCE_OK;
   void* index = buffer_ptr(e, FLCE_BUF_INDEX);
   /* The float poison of the workspace would read as -1, which means an absent row. */
@@ -97,7 +97,7 @@ flce_status flce_finish_chunk_dx(const execution* e, const chunk* c) {
   return flce_begin_all_to_all_dx(e);
 }
 
-flce_status flce_add_gradients(const execution* e, const chunk* c) {
+flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_chunk_dx(e, c));
   FLCE_TRY(flce_scale_input(e, c));
   return flce_add_dw_db(e, c);

@@ -15,8 +15,9 @@
  * `e` has the backend, the pass, the shard_call with its comm, and the caller's problem, plan and
  * tensors. */
 flce_status flce_open_operands(execution* e, bool reads_input, bool reads_bias);
-/* Computes FLCE_BUF_INDEX, if the plan gathers rows. */
-flce_status flce_gather_rows(const execution* e);
+/* Computes FLCE_BUF_INDEX, the numbers of the rows that are not ignored, if the plan gathers rows:
+ * flce_copy_input and flce_scale_input do, a chunk at a time. */
+flce_status flce_index_rows(const execution* e);
 
 /* ---- logits ---- */
 
@@ -32,7 +33,7 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c);
 /* flce_finish_dx, and after the last chunk the beginning of the ranks' exchange of dX. */
 flce_status flce_finish_chunk_dx(const execution* e, const chunk* c);
 /* flce_finish_chunk_dx, and the chunk's dW and db, added to those of the others. */
-flce_status flce_add_gradients(const execution* e, const chunk* c);
+flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c);
 /* After the last chunk: what no GEMM computes, the sum of dX over the ranks, rounding. */
 flce_status flce_finish_gradients(const execution* e);
 

@@ -1,5 +1,5 @@
-/* flce_choose_strategies: what save=auto is, from all of a problem but the number of its rows.
- * Pure, as plan.c. */
+/* flce_choose_strategies: the strategy of a call for any number of rows, from `save` and all of a
+ * problem but that number. Pure, as plan.c. */
 #include "backend.h"
 #include "core/chunks.h"
 #include "core/plan.h"
@@ -55,27 +55,28 @@ static int64_t rows_in(int64_t bytes, int64_t row) {
   return row > 0 ? bytes / row : INT64_MAX;
 }
 
-/* The strategies where they depend on the number of rows. */
+/* The strategies where they depend on the number of rows, in ranges (flce_row_range). */
 static flce_strategies choose_by_rows(const flce_problem* problem, const flce_facts* facts) {
-  flce_plan of_logits = {.strategy = FLCE_SAVE_LOGITS};
-  flce_choose_logits(problem, facts, &of_logits);
-  bool gpu = facts->multiprocessors > 0, gradients = may_make_gradients(problem, of_logits.dtype);
+  flce_plan logits_plan = {.strategy = FLCE_SAVE_LOGITS};
+  flce_choose_logits(problem, facts, &logits_plan);
+  bool gpu = facts->multiprocessors > 0, may_make = may_make_gradients(problem, logits_plan.dtype);
   /* Gradients of lse or entropy would make save=grads recompute the logits. */
-  bool of_loss_alone = gradients && !problem->graph.differentiates_outputs;
-  if (gpu && of_loss_alone && problem->memory.bound_is_default) return always(FLCE_SAVE_GRADS);
+  bool only_loss_differentiable = may_make && !problem->graph.differentiates_outputs;
+  if (gpu && only_loss_differentiable && problem->memory.bound_is_default)
+    return always(FLCE_SAVE_GRADS);
   int64_t weight_bytes =
-      problem->shape.vocab * problem->shape.hidden * flce_size_of(of_logits.dtype);
-  bool small = gpu && gradients && weight_bytes <= SMALL_WEIGHT_BYTES;
-  int64_t saved_row = of_logits.saved_pitch * flce_size_of(of_logits.saved_dtype);
-  int64_t to_keep =
-      rows_in(of_loss_alone ? problem->memory.bound : problem->memory.kept, saved_row);
-  int64_t at_once =
-      rows_in(problem->memory.bound, logits_row_bytes(problem, facts, of_logits.dtype));
+      problem->shape.vocab * problem->shape.hidden * flce_size_of(logits_plan.dtype);
+  bool makes_for_small = gpu && may_make && weight_bytes <= SMALL_WEIGHT_BYTES;
+  int64_t saved_row = logits_plan.saved_pitch * flce_size_of(logits_plan.saved_dtype);
+  int64_t rows_to_keep =
+      rows_in(only_loss_differentiable ? problem->memory.bound : problem->memory.kept, saved_row);
+  int64_t rows_of_one_chunk =
+      rows_in(problem->memory.bound, logits_row_bytes(problem, facts, logits_plan.dtype));
   return (flce_strategies){
-      .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(to_keep, at_once),
-                                             small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS},
-                 [FLCE_ROWS_TO_KEEP] = {to_keep, FLCE_SAVE_LOGITS},
-                 [FLCE_ROWS_BEYOND] = {INT64_MAX, gradients ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS}}};
+      .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(rows_to_keep, rows_of_one_chunk),
+                                             makes_for_small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS},
+                 [FLCE_ROWS_TO_KEEP] = {rows_to_keep, FLCE_SAVE_LOGITS},
+                 [FLCE_ROWS_BEYOND] = {INT64_MAX, may_make ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS}}};
 }
 
 void flce_choose_strategies(const flce_problem* problem, const flce_facts* facts,

@@ -399,6 +399,26 @@ static void test_refusals(void) {
   free(none.workspace);
 }
 
+/* The buffer of the ranks' statistics has as many rows as are exchanged at a time: those of a
+ * chunk, or all, also where a plan that is made directly has save=grads and no gradient is wanted.
+ */
+static void test_exchanged_rows(void) {
+  for (int gradients = 0; gradients < 2; gradients++) {
+    setting s = make_setting(FLCE_F32, FLCE_SAVE_GRADS);
+    flce_problem* p = &s.problem;
+    p->shard.ranks = 2, p->shard.classes = p->shape.vocab;
+    p->wants.grad_input = p->wants.grad_weight = p->wants.grad_bias = gradients;
+    p->memory.bound = 4 * p->shape.vocab * 8; /* of about four rows */
+    flce_plan plan;
+    CHECK_OK(plan_on_cpu(&s, &plan));
+    CHECK(plan.chunks > 1, "one chunk");
+    int64_t row = flce_shard_stat_count(p) * flce_size_of(flce_stat_dtype(plan.dtype));
+    int64_t rows = gradients ? plan.chunk_rows : p->shape.rows;
+    CHECK(plan.buffers[FLCE_BUF_SHARD_STATS].bytes >= rows * row, "%lld bytes for %lld rows",
+          (long long)plan.buffers[FLCE_BUF_SHARD_STATS].bytes, (long long)rows);
+  }
+}
+
 int main(void) {
   test_seed(8);
   test_saves();
@@ -416,5 +436,6 @@ int main(void) {
   test_divergences();
   test_samples();
   test_refusals();
+  test_exchanged_rows();
   return test_verdict();
 }
