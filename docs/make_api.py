@@ -5,7 +5,7 @@ python docs/make_api.py
 
 mkdocstrings does not serve here (2.0.11, tried 2026-11-27). From the source it shows the twins in
 flce/plain.py, `**options` without their names, and the module flce.plan in place of the function;
-by inspection it fails at the Modules. Either way the examples and the fields of tuples run together.
+by inspection it fails at the Modules. In both the examples and the fields of tuples run together.
 """
 
 import inspect
