@@ -53,11 +53,14 @@ def draw(record):
         title = f"{model}, {parallel_cases.CASES[case].name}, {record['ranks']} ranks"
         style.write(figure, 20, top + 30, title, size=11, weight="bold")
         axes = style.frame(figure, LEFT, top + 52, WIDTH, HEIGHT, "step", "loss")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         draw_curves(axes, [row for row in rows if "losses" in row])
         pairs = [p for p in record["agreement"] if (p["model"], p["case"]) == (model, case)]
         if pairs:
             place = LEFT + 340, top + 52, WIDTH, HEIGHT
-            draw_differences(style.frame(figure, *place, "step", "difference of losses"), pairs)
+            axes = style.frame(figure, *place, "step", "difference of losses")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            draw_differences(axes, pairs)
         for i, row in enumerate(rows):
             place = LEFT + 628, top + 70 + 22 * i
             style.write(figure, *place, describe(row), color=style.CONTESTANTS[row["loss"]])

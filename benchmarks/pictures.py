@@ -9,6 +9,7 @@ import json
 import pathlib
 
 import distill_plot
+import parallel_plot
 import plot
 import style
 import training_plots
@@ -209,6 +210,12 @@ def deferred():
     return figure
 
 
+def of_model(name, runs):
+    """The part of a record of train_parallel.py."""
+    parts = ("rows", "agreement")
+    return runs | {part: [row for row in runs[part] if row["model"] == name] for part in parts}
+
+
 # The heads of the first picture, by the shapes of its record.
 HEADS = {
     "head": "8192 x 4096 x 128256 (Llama 3 8B)",
@@ -224,6 +231,7 @@ def every():
     made["memory-time.svg"] = plot.draw_panels(record("27-h100-budgets"), HEADS)
     made["deferred.svg"] = deferred()
     made["distillation.svg"] = distill_plot.draw(record("26-h200-distill-sweep"))
+    made["train-parallel.svg"] = parallel_plot.draw(of_model("1b", record("27-h100x2-train")))
     for shape in SHAPES:
         made[f"{shape}-step.svg"] = plot.draw(*rows_of(shape))
     runs = [RESULTS / f"2026-11-23-h200-sampled-training{name}.json" for name in TRAINING]

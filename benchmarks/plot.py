@@ -112,7 +112,7 @@ def draw(rows, machine):
     return figure
 
 
-NAMES = {"liger": "Liger", "cce": "Cut Cross Entropy", "cce exact": "the same, exact"}
+NAMES = {"liger": "Liger", "cce": "Cut Cross Entropy", "cce exact": "Cut Cross Entropy, exact"}
 NAMES |= {"torch chunked": "torch's chunks"}
 
 

@@ -19,10 +19,10 @@ and moments it would be 64 GB of each of two GPUs before activations. Beta2 is 0
 moment in bfloat16 would not change any more.
 
 The processes and their groups are started once for all runs. With --out one record, which is
-written again after every run, and a picture of it. `host_ms`: in what time the host queues a step.
-Where that is about as long as the step, the step waits for the host: DTensor's dispatch in Python
-takes 0.2 to 0.4 s a step with tensor parallelism, more than the GPUs need for the 1B shape, and
-varies from run to run. The losses then differ by less than that.
+written again after every run, and a picture of it. `host_ms`: in what time the host queues a step,
+with what it waits for in it. Of the 1B shape with tensor parallelism a step waits for the host:
+DTensor's dispatch in Python takes 0.25 to 0.4 s a step, more than the GPUs need, and varies from
+run to run by more than the losses differ.
 
     python benchmarks/train_parallel.py --ranks 4 --models 1b 8b --steps 100 10 --out new
     torchrun --nproc-per-node 2 benchmarks/train_parallel.py --models 1b --case context pipeline
