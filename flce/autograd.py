@@ -102,14 +102,14 @@ def _set_up(ctx, outputs, owned, accumulator):
     ctx.overwritten = False
 
 
-def _dtypes_of(leaves):
-    return [None if leaf is None else leaf.dtype for leaf in leaves]
+def _dtypes_of(graph_inputs):
+    return [None if tensor is None else tensor.dtype for tensor in graph_inputs]
 
 
-def _save_gradients(ctx, leaves, outputs, loss_scale, forward):
+def _save_gradients(ctx, graph_inputs, outputs, loss_scale, forward):
     """Saves the gradients of a forward with save="grads". loss_scale, forward: as in
     calls.SavedGradients."""
-    ctx.dtypes = _dtypes_of(leaves)
+    ctx.dtypes = _dtypes_of(graph_inputs)
     gradients = outputs.grad_input, outputs.grad_weight, outputs.grad_bias
     calls.save(ctx, calls.SavedGradients(loss_scale, *gradients, forward))
 
@@ -126,8 +126,8 @@ class ScaledGradients(torch.autograd.Function):
         ctx, input, linear_weight, linear_bias, outputs, loss_scale, owned=True, accumulator=None
     ):
         _set_up(ctx, outputs, owned, accumulator)
-        leaves = input, linear_weight, linear_bias
-        _save_gradients(ctx, leaves, outputs, loss_scale, calls.ForwardTensors())
+        graph_inputs = input, linear_weight, linear_bias
+        _save_gradients(ctx, graph_inputs, outputs, loss_scale, calls.ForwardTensors())
         return outputs.loss
 
     @_once_differentiable
@@ -162,12 +162,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         call, outputs, strategy, names, owned, accumulator = record
         _set_up(ctx, outputs, owned, accumulator)
         ctx.options, ctx.strategy = call.options, strategy
-        leaves = input, linear_weight, linear_bias
+        graph_inputs = input, linear_weight, linear_bias
         if strategy == "forward":
-            _save_call(ctx, leaves, call)
+            _save_call(ctx, graph_inputs, call)
         elif strategy == "grads":
             forward = call.kept_for_backward(outputs)
-            _save_gradients(ctx, leaves, outputs, _loss_scale(call, outputs), forward)
+            _save_gradients(ctx, graph_inputs, outputs, _loss_scale(call, outputs), forward)
         else:
             calls.save(ctx, call.kept_for_backward(outputs))
         return tuple([getattr(outputs, name) for name in names])
@@ -195,10 +195,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _save_call(ctx, leaves, call):
+def _save_call(ctx, graph_inputs, call):
     """Saves a calls.ForwardCall, but for its options, which ctx has. A teacher's tensors may be
     those of inference mode, which autograd refuses to save."""
-    ctx.dtypes = _dtypes_of(leaves)
+    ctx.dtypes = _dtypes_of(graph_inputs)
     tensors = [value if isinstance(value, torch.Tensor) else None for value in call.flat()]
     ctx.unsaved = [
         tensor if tensor is not None and tensor.is_inference() else None for tensor in tensors
@@ -232,7 +232,7 @@ def _run_forward_again(ctx, grad_output, wanted):
 
 
 class _Nested(threading.local):
-    """wants_all: a backward within another one computes the gradients of all leaves. It does not
+    """wants_all: a backward within another one computes the gradients of all operands. It does not
     ask the engine which ones are wanted: for leaves whose gradients are returned, as by
     torch.autograd.grad, asking is slow, because the engine answers by an exception."""
 
@@ -346,18 +346,19 @@ class CrossEntropy(torch.autograd.Function):
         return (calls.run_logits_backward(call),)
 
 
-def with_forward_graph(call, outputs, leaves, names, owned, accumulator=None):
+def with_forward_graph(call, outputs, graph_inputs, names, owned, accumulator=None):
     """The outputs of a ForwardCall, of which `names`, the first ones of DIFFERENTIABLE, have a
-    graph that ends in `leaves`, the tensors that get the gradients."""
+    graph that ends in `graph_inputs`: input, the weight that gets a gradient (which may be the
+    adapter's) and the bias or None."""
     strategy = outputs.strategy()
     if strategy == "grads" and len(names) == 1:
         loss_scale = _loss_scale(call, outputs)
-        loss = ScaledGradients.apply(*leaves, outputs, loss_scale, owned, accumulator)
+        loss = ScaledGradients.apply(*graph_inputs, outputs, loss_scale, owned, accumulator)
         return outputs._replace(loss=loss)
     if call.teacher and strategy != "grads":
         strategy = "forward"
     record = ExecutedForward(call, outputs, strategy, names, owned, accumulator)
-    return outputs.with_differentiable(*LinearCrossEntropy.apply(*leaves, record))
+    return outputs.with_differentiable(*LinearCrossEntropy.apply(*graph_inputs, record))
 
 
 def with_logits_graph(call, outputs, names):
@@ -367,8 +368,8 @@ def with_logits_graph(call, outputs, names):
 
 
 def _of_direct_call(outputs, call):
-    leaves = call.input, call.linear_weight, call.linear_bias
-    return tuple(with_forward_graph(call, outputs, leaves, ("loss",), owned=False))
+    graph_inputs = call.input, call.linear_weight, call.linear_bias
+    return tuple(with_forward_graph(call, outputs, graph_inputs, ("loss",), owned=False))
 
 
 def _of_direct_logits_call(outputs, call):

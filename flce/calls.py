@@ -14,11 +14,11 @@ from .operators import inner
 from .options import CHOICES
 from .packing import backward_integers, replaced, value_of
 
-Optional = torch.Tensor | None
+MaybeTensor = torch.Tensor | None
 COUNTED = -1  # csrc/binding/call.h: kCountedRows
 
 
-class CallOptions(typing.NamedTuple):
+class OperatorOptions(typing.NamedTuple):
     """What the operators take after their tensors.
 
     valid_vocab: the number of classes that take part; None: all. rows: how many rows are computed;
@@ -49,35 +49,36 @@ class CallOptions(typing.NamedTuple):
         """The options of the backward where these are the forward's. wanted: which gradients the
         backward computes."""
         integers = backward_integers(tuple(self.integers), save, consumes_saved, wanted)
-        return CallOptions(self.valid_vocab, self.rows, integers, self.numbers, self.group)
+        return OperatorOptions(self.valid_vocab, self.rows, integers, self.numbers, self.group)
 
 
 class Teacher(typing.NamedTuple):
-    """The teacher of a divergence. input: its hidden states, (..., H'), or without a weight its
-    logits, (..., V); temperature: of each row."""
+    """The teacher of a divergence. input: its hidden states, (..., H'), or without a linear_weight
+    its logits, (..., V); temperature: of each row."""
 
     input: torch.Tensor
-    weight: Optional = None
-    bias: Optional = None
-    temperature: Optional = None
+    linear_weight: MaybeTensor = None
+    linear_bias: MaybeTensor = None
+    temperature: MaybeTensor = None
 
 
 class ForwardTensors(typing.NamedTuple):
     """What the backward needs of a forward call: its tensors, and of its outputs class_logits,
-    stats, scalars and what the strategy saved. classes: those of class_logits."""
+    stats, scalars and what the strategy saved. weight: of the classes; here and below it has the
+    name that the operators' schemas give it. classes: those of class_logits."""
 
-    input: Optional = None
-    linear_weight: Optional = None
-    target: Optional = None
-    linear_bias: Optional = None
-    weight: Optional = None
-    token_weight: Optional = None
-    token_temperature: Optional = None
-    classes: Optional = None
-    class_logits: Optional = None
-    stats: Optional = None
-    scalars: Optional = None
-    saved: Optional = None
+    input: MaybeTensor = None
+    linear_weight: MaybeTensor = None
+    target: MaybeTensor = None
+    linear_bias: MaybeTensor = None
+    weight: MaybeTensor = None
+    token_weight: MaybeTensor = None
+    token_temperature: MaybeTensor = None
+    classes: MaybeTensor = None
+    class_logits: MaybeTensor = None
+    stats: MaybeTensor = None
+    scalars: MaybeTensor = None
+    saved: MaybeTensor = None
 
 
 class ForwardCall(typing.NamedTuple):
@@ -87,30 +88,35 @@ class ForwardCall(typing.NamedTuple):
     input: torch.Tensor
     linear_weight: torch.Tensor
     target: torch.Tensor
-    linear_bias: Optional
-    weight: Optional
-    token_weight: Optional
-    token_temperature: Optional
-    num_items: Optional
-    seed: Optional
-    classes: Optional
-    options: CallOptions
+    linear_bias: MaybeTensor
+    weight: MaybeTensor
+    token_weight: MaybeTensor
+    token_temperature: MaybeTensor
+    num_items: MaybeTensor
+    seed: MaybeTensor
+    classes: MaybeTensor
+    options: OperatorOptions
     teacher: Teacher | None = None
 
     def kept_for_backward(self, outputs):
         """The ForwardTensors of this call and its ForwardOutputs."""
         classes = self.classes if outputs.top_classes is None else outputs.top_classes
         of_outputs = outputs.class_logits, outputs.stats, outputs.scalars, outputs.saved
-        return ForwardTensors(*self[:_SHARED_COUNT], classes, *of_outputs)
+        of_call = (
+            self.input,
+            self.linear_weight,
+            self.target,
+            self.linear_bias,
+            self.weight,
+            self.token_weight,
+            self.token_temperature,
+        )
+        # In the order of the fields: arguments by name take more host time.
+        return ForwardTensors(*of_call, classes, *of_outputs)
 
     def flat(self):
         *tensors, options, teacher = self
         return (*tensors, *options, *(teacher or ()))
-
-
-# The number of tensors with which both ForwardCall and ForwardTensors begin: those that the latter
-# has before `classes`.
-_SHARED_COUNT = ForwardTensors._fields.index("classes")
 
 
 # The outputs that may have a gradient, in the order of autograd.LinearCrossEntropy.
@@ -118,21 +124,21 @@ DIFFERENTIABLE = ("loss", "stats", "class_logits")
 
 
 class ForwardOutputs(typing.NamedTuple):
-    """stats: (operators.STATS, rows), its rows by operators.STAT_...; scalars: by SCALAR_...;
-    saved: E or z of the logits (csrc/flce.h), or the samples, for the backward; grad_...: with
-    save="grads"; class_logits: of `classes`, or of the top_classes, the candidates for the topk
-    largest logits."""
+    """stats: (operators.STATS, tokens) by operators.STAT_..., of all tokens, also those whose rows
+    are not computed; scalars: by SCALAR_...; saved: E or z of the logits (csrc/flce.h), or the
+    samples, for the backward; grad_...: with save="grads"; class_logits: of `classes`, or of the
+    top_classes, the candidates for the topk largest logits."""
 
     loss: torch.Tensor
-    stats: Optional = None
-    scalars: Optional = None
-    predictions: Optional = None
-    saved: Optional = None
-    grad_input: Optional = None
-    grad_weight: Optional = None
-    grad_bias: Optional = None
-    class_logits: Optional = None
-    top_classes: Optional = None
+    stats: MaybeTensor = None
+    scalars: MaybeTensor = None
+    predictions: MaybeTensor = None
+    saved: MaybeTensor = None
+    grad_input: MaybeTensor = None
+    grad_weight: MaybeTensor = None
+    grad_bias: MaybeTensor = None
+    class_logits: MaybeTensor = None
+    top_classes: MaybeTensor = None
 
     def with_differentiable(self, loss, *others):
         """With `loss` and `others`, as autograd has recorded them, in place of the first ones of
@@ -154,9 +160,9 @@ class ForwardOutputs(typing.NamedTuple):
 class Gradients(typing.NamedTuple):
     """Of input, linear_weight and linear_bias; None for those that are not wanted."""
 
-    grad_input: Optional
-    grad_weight: Optional
-    grad_bias: Optional
+    grad_input: MaybeTensor
+    grad_weight: MaybeTensor
+    grad_bias: MaybeTensor
 
 
 class BackwardCall(typing.NamedTuple):
@@ -164,10 +170,10 @@ class BackwardCall(typing.NamedTuple):
     class_logits; forward: of the forward call."""
 
     grad_output: torch.Tensor
-    grad_stats: Optional
-    grad_classes: Optional
+    grad_stats: MaybeTensor
+    grad_classes: MaybeTensor
     forward: ForwardTensors
-    options: CallOptions
+    options: OperatorOptions
 
     def flat(self):
         *upstream, forward, options = self
@@ -179,9 +185,9 @@ class LogitsTensors(typing.NamedTuple):
 
     logits: torch.Tensor
     target: torch.Tensor
-    weight: Optional
-    token_weight: Optional
-    token_temperature: Optional
+    weight: MaybeTensor
+    token_weight: MaybeTensor
+    token_temperature: MaybeTensor
     stats: torch.Tensor
     scalars: torch.Tensor
 
@@ -191,10 +197,10 @@ class LogitsCall(typing.NamedTuple):
 
     logits: torch.Tensor
     target: torch.Tensor
-    weight: Optional
-    token_weight: Optional
-    token_temperature: Optional
-    num_items: Optional
+    weight: MaybeTensor
+    token_weight: MaybeTensor
+    token_temperature: MaybeTensor
+    num_items: MaybeTensor
     integers: tuple
     numbers: tuple
 
@@ -208,7 +214,7 @@ class LogitsOutputs(typing.NamedTuple):
     loss: torch.Tensor
     stats: torch.Tensor
     scalars: torch.Tensor
-    predictions: Optional = None
+    predictions: MaybeTensor = None
 
     def of_forward(self):
         return ForwardOutputs(**self._asdict())
@@ -218,7 +224,7 @@ class LogitsBackwardCall(typing.NamedTuple):
     """flce::cross_entropy_backward."""
 
     grad_output: torch.Tensor
-    grad_stats: Optional
+    grad_stats: MaybeTensor
     forward: LogitsTensors
     integers: tuple
     numbers: tuple
@@ -240,10 +246,10 @@ class SavedGradients(typing.NamedTuple):
     loss_scale: scalars, where float16's gradients are times a factor that the backward divides out;
     forward: what computes other gradients than the loss's in the backward."""
 
-    loss_scale: Optional
-    grad_input: Optional
-    grad_weight: Optional
-    grad_bias: Optional
+    loss_scale: MaybeTensor
+    grad_input: MaybeTensor
+    grad_weight: MaybeTensor
+    grad_bias: MaybeTensor
     forward: ForwardTensors
 
     def flat(self):
@@ -255,7 +261,7 @@ class SavedGradients(typing.NamedTuple):
 #
 # A teacher that is None has no values: the operators' last arguments have defaults.
 
-NESTED = (CallOptions, Teacher, ForwardTensors, LogitsTensors)
+NESTED = (OperatorOptions, Teacher, ForwardTensors, LogitsTensors)
 OPERATORS = {
     ForwardCall: (inner.forward.default, ForwardOutputs),
     BackwardCall: (inner.backward.default, Gradients),

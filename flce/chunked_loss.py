@@ -467,8 +467,8 @@ class _Chunks:
 
     def differentiable(self, total):
         """`total`, whose backward multiplies the gradients by grad_output. A ScaledGradients has
-        three leaves, input, weight and bias, so that an adapter's two take a second one: "" stands
-        for its missing bias, and its loss is 0 where the first one has the total."""
+        three operands, input, weight and bias, so an adapter's two take a second one: "" stands for
+        its missing bias, and its loss is 0 where the first one has the total."""
         total, parts = total.detach(), []
         of_adapter = (*_OPERANDS[3:], "")
         for names, accumulator in ((_OPERANDS[:3], self.accumulator), (of_adapter, None)):
@@ -476,6 +476,6 @@ class _Chunks:
                 value = torch.zeros_like(total) if parts else total
                 gradients = dict(zip(GRADIENTS, map(self._gradient, names), strict=True))
                 outputs = calls.ForwardOutputs(value, **gradients)
-                leaves = map(self.operands.get, names)
-                parts.append(ScaledGradients.apply(*leaves, outputs, None, True, accumulator))
+                operands = map(self.operands.get, names)
+                parts.append(ScaledGradients.apply(*operands, outputs, None, True, accumulator))
         return sum(parts[1:], parts[0])

@@ -76,8 +76,9 @@ _NOT_OF_SPARSE += ("return_accuracy", "return_z_loss", "return_tail_lse")
 
 
 def of_sparse_target(call, input, linear_weight, ids, probabilities, options):
-    """linear_cross_entropy with probabilities of K classes of each row. `call`: composed_call of
-    functional.py, or a stand-in; `options`: all of linear_cross_entropy, defaults included."""
+    """linear_cross_entropy with probabilities of K classes of each row. `call`:
+    functional.call_by_composed_function or a stand-in; `options`: all of linear_cross_entropy,
+    defaults included."""
     caller = {"call": "linear_cross_entropy of K classes", "ids": ids, **options}
     for name in _NOT_OF_SPARSE:
         value = options.pop(name)

@@ -33,14 +33,14 @@ from .options import (
 )
 from .outputs import results
 from .packing import (
-    NO_COMPARISON,
+    NO_DIVERGENCE,
     NO_GRADIENTS,
-    CallSettings,
+    CallContext,
     Shard,
     WantedGradients,
     replaced,
     split,
-    split_comparison,
+    split_divergence,
 )
 from .targets import shifted_target
 
@@ -128,19 +128,20 @@ def check_options(options, rows, **sizes):
     packed, _ = split(options)
     accumulates = packed.accumulate_into is not None
     gradients = WantedGradients(grad_input=True, grad_weight=True)
-    integers = packed.integers(CallSettings(gradients=gradients, accumulates=accumulates))
+    integers = packed.integers(CallContext(gradients=gradients, accumulates=accumulates))
     # Which dtypes are allowed depends on that of the operands.
     integers = replaced(integers, accum_dtype=-1, logits_dtype=-1)
     lists = packed.valid_vocab, integers, packed.numbers
     return fakes.describe_sizes(*lists, on_cpu=True, weight_rows=rows, **sizes)
 
 
-def _call_options(packed, settings, comparison, rows, first_token):
-    """The calls.CallOptions with the values of packing.CallSettings and a packing.Comparison."""
-    integers, numbers = packed.integers(settings), packed.numbers
-    if comparison.divergence:
-        numbers = packed.numbers_of(comparison)
-    options = calls.CallOptions(packed.valid_vocab, rows, integers, numbers, packed.group)
+def _operator_options(packed, context, divergence_settings, rows, first_token):
+    """The calls.OperatorOptions with the values of packing.CallContext and
+    packing.DivergenceSettings."""
+    integers, numbers = packed.integers(context), packed.numbers
+    if divergence_settings.divergence:
+        numbers = packed.numbers_of(divergence_settings)
+    options = calls.OperatorOptions(packed.valid_vocab, rows, integers, numbers, packed.group)
     return options.replaced(first_token=first_token) if first_token else options
 
 
@@ -162,26 +163,26 @@ def linear_cross_entropy_of(
     options,
     *,
     teacher=None,
-    comparison=NO_COMPARISON,
+    divergence_settings=NO_DIVERGENCE,
     first_token=0,
     caller=None,
 ):
     """The loss, or a LinearCrossEntropyOutput. `options`: those that the caller gave, by name; a
-    missing one has its default. `teacher`, `comparison`: calls.Teacher and packing.Comparison of a
-    divergence. `first_token`: the number of the first row, where these are a part of the caller's.
-    `caller`: see sharding.ShardedCall."""
+    missing one has its default. `teacher`: calls.Teacher of a divergence.
+    `divergence_settings`: packing.DivergenceSettings. `first_token`: the number of the first row,
+    where these are a part of the caller's. `caller`: see sharding.ShardedCall."""
     packed, tensors = split(options)
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, target, *tensors.values())
-    autocast, weight_leaf, frozen_hidden = autocast_code(input.device), linear_weight, 0
+    autocast, weight_in_graph, frozen_hidden = autocast_code(input.device), linear_weight, 0
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
-        input, linear_weight, weight_leaf, frozen_hidden = joined
+        input, linear_weight, weight_in_graph, frozen_hidden = joined
     of_loss = _loss_tensors(packed, tensors, target, input.device, input.dtype)
     bias, wanted = tensors.get("linear_bias"), NO_GRADIENTS
-    leaves = input, weight_leaf, bias
+    graph_inputs = input, weight_in_graph, bias
     if torch.is_grad_enabled():
-        wanted = WantedGradients(*[leaf is not None and leaf.requires_grad for leaf in leaves])
+        wanted = WantedGradients(*[x is not None and x.requires_grad for x in graph_inputs])
     accumulator = _accumulator(packed, linear_weight, wanted.grad_weight and frozen_hidden == 0)
     offsets = tensors.get("cu_seqlens")
     if packed.shift or offsets is not None:
@@ -192,11 +193,12 @@ def linear_cross_entropy_of(
     if teacher and (packed.reduction == "none" or options.get("save") == "stats"):
         gradients = NO_GRADIENTS  # the backward makes them
     memory, traced = packed.memory(input.device), is_traced()
-    # Of a divergence the backward adds, in Python, the gradient of the forward (_scale_saved).
+    # A divergence's forward makes dW. autograd._scale_saved adds it to the parameter's gradient in
+    # the backward, so that the operator is not told of accumulate_into.
     accumulates = accumulator is not None and not teacher
     allow_tf32 = input.is_cuda and input.dtype is torch.float32 and _tf32_is_on()
     # The fields in their order: arguments by name take four times as long.
-    settings = CallSettings(
+    context = CallContext(
         memory,
         gradients,
         autocast,
@@ -205,12 +207,12 @@ def linear_cross_entropy_of(
         traced,
         has_class_logits,
         allow_tf32,
-        comparison.divergence,
+        divergence_settings.divergence,
     )
     rows = _rows(packed, target)
-    call_options = _call_options(packed, settings, comparison, rows, first_token)
+    operator_options = _operator_options(packed, context, divergence_settings, rows, first_token)
     operands, seed = (input, linear_weight, target, bias), None
-    call = calls.ForwardCall(*operands, *of_loss, seed, classes, call_options, teacher)
+    call = calls.ForwardCall(*operands, *of_loss, seed, classes, operator_options, teacher)
     if packed.ranks > 1:
         sharding.hooks().before_call(sharding.ShardedCall(call, options, caller))
     if (seed := _seed(packed, tensors, input.device)) is not None:
@@ -222,7 +224,7 @@ def linear_cross_entropy_of(
     outputs = calls.run(call)
     if any(wanted):
         names = _differentiable_outputs(packed, has_class_logits)
-        outputs = autograd.with_forward_graph(call, outputs, leaves, names, True, accumulator)
+        outputs = autograd.with_forward_graph(call, outputs, graph_inputs, names, True, accumulator)
     return results(packed, outputs, target, of_loss, rows)
 
 
@@ -235,11 +237,11 @@ def _differentiable_outputs(packed, has_classes=False):
 def linear_divergence_of(input, linear_weight, target, teacher_input, options):
     """The loss. `teacher_input`: the teacher's hidden states, or its logits if there is no
     teacher_weight among the `options`."""
-    comparison, tensors, options = split_comparison(options)
+    divergence_settings, tensors, options = split_divergence(options)
     weight, bias = tensors.get("teacher_weight"), tensors.get("teacher_bias")
     tensors = teacher_input, weight, bias, tensors.get("teacher_temperature")
     teacher = calls.Teacher(*(None if tensor is None else tensor.detach() for tensor in tensors))
-    of_divergence = {"teacher": teacher, "comparison": comparison}
+    of_divergence = {"teacher": teacher, "divergence_settings": divergence_settings}
     return linear_cross_entropy_of(input, linear_weight, target, options, **of_divergence)
 
 
@@ -257,7 +259,7 @@ def cross_entropy_of(logits, target, options):
         of_loss.token_weight,
         of_loss.temperature,
         of_loss.num_items,
-        packed.integers(CallSettings(gradients=WantedGradients(grad_input=wants_gradient))),
+        packed.integers(CallContext(gradients=WantedGradients(grad_input=wants_gradient))),
         packed.numbers,
     )
     outputs = calls.run(call)
@@ -332,6 +334,6 @@ _of_logits = {name: row for name, row in OPTIONS.items() if name in types_of(Log
 _of_linear = "Tensor input, Tensor linear_weight, Tensor target"
 _register("linear_cross_entropy", linear_cross_entropy_of, _of_linear, OPTIONS)
 _of_divergence = {name: OPTIONS[name] for name in OF_DIVERGENCE} | TEACHER_OPTIONS
-_compared = f"{_of_linear}, Tensor teacher_input"
-_register("linear_divergence", linear_divergence_of, _compared, _of_divergence, has_outputs=False)
+_with_teacher = f"{_of_linear}, Tensor teacher_input"
+_register("linear_divergence", linear_divergence_of, _with_teacher, _of_divergence, False)
 _register("cross_entropy", cross_entropy_of, "Tensor logits, Tensor target", _of_logits)

@@ -46,7 +46,7 @@ def describe_sizes(valid_vocab, integers, numbers, **sizes):
 def described(operands, options, **sizes):
     """The Described of a call; no result depends on the number of its rows, which may be symbolic.
     operands: a record with input, linear_weight, target and linear_bias; options: its
-    calls.CallOptions; sizes: those of describe_sizes that do not follow from the tensors."""
+    calls.OperatorOptions; sizes: those of describe_sizes that do not follow from the tensors."""
     input, linear_weight, bias = operands.input, operands.linear_weight, operands.linear_bias
     return describe_sizes(
         options.valid_vocab,
@@ -98,7 +98,7 @@ def _rows_in_memory(target, rows):
 
 
 def _fake_loss(target, options, dtype, keeps_statistics):
-    """The fake loss, stats, scalars and predictions, by name. options: calls.CallOptions."""
+    """The fake loss, stats, scalars and predictions, by name. options: calls.OperatorOptions."""
     shape = rows_shape(target)
     stats = scalars = predictions = None
     if keeps_statistics:
@@ -148,10 +148,10 @@ def _check_call(call):
 def _check_teacher(call, shape):
     """`shape`: of the rows of all ranks."""
     teacher = call.teacher
-    gives_logits = teacher.weight is None
+    gives_logits = teacher.linear_weight is None
     first = "teacher_logits" if gives_logits else "teacher_input"
-    named = {first: teacher.input, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
-    named["teacher_temperature"] = teacher.temperature
+    named = {first: teacher.input, "teacher_weight": teacher.linear_weight}
+    named |= {"teacher_bias": teacher.linear_bias, "teacher_temperature": teacher.temperature}
     for name, tensor in named.items():
         if tensor is not None:
             check_same_device(name, tensor, "input", call.input)
@@ -242,7 +242,7 @@ def _fake_cross_entropy_forward(call):
     sizes["probabilities"] = target.is_floating_point()
     describe_sizes(None, call.integers, call.numbers, **sizes)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    options = calls.CallOptions(None, None, call.integers, call.numbers)
+    options = calls.OperatorOptions(None, None, call.integers, call.numbers)
     return calls.LogitsOutputs(**_fake_loss(target, options, dtype, True))
 
 
@@ -300,7 +300,7 @@ def _forward_flops(*args, out_val=None, **_):
     entries = _entries(options) if options.choice("gradient") == "sampled" else None
     flops = _gemm_flops(call.input, call, options, 1)
     flops += _gemm_flops(call.input, call, options, gradients, entries)
-    if call.teacher and call.teacher.weight is not None:
+    if call.teacher and call.teacher.linear_weight is not None:
         flops += _gemm_flops(call.teacher.input, call, options, 1)
     return flops
 

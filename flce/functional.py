@@ -39,7 +39,7 @@ _OPTIONAL = {"teacher_weight", "teacher_bias"}
 _OPTIONAL |= packing.TENSORS - {"num_items", "gradient_seed"}
 
 
-class Function(typing.NamedTuple):
+class PublicFunction(typing.NamedTuple):
     """A public function whose call is one call of the core.
 
     public: the function. operands: the names of the tensors before its options. options: those that
@@ -62,14 +62,14 @@ class Function(typing.NamedTuple):
 
 
 def _call(function, operands, options, caller=None):
-    """The loss, or the loss with the wanted outputs. `function`: a Function; `caller`: see
+    """The loss, or the loss with the wanted outputs. `function`: a PublicFunction; `caller`: see
     sharding.ShardedCall. A call whose operands and options are all plain tensors reaches `run`
     without any of the helpers below; they serve the other calls."""
     if not function.options.keys() >= options.keys():
         table.check_names(function.operator, function.options, options)
     kinds = (*map(type, operands), *map(type, options.values()))
-    if strange := [kind for kind in kinds if kind not in _PLAIN]:
-        has_subclass = any(issubclass(kind, torch.Tensor) for kind in strange)
+    if not_plain := [kind for kind in kinds if kind not in _PLAIN]:
+        has_subclass = any(issubclass(kind, torch.Tensor) for kind in not_plain)
         if has_subclass and _has_override(operands[0]):
             return handle_torch_function(function.public, operands[:1], *operands, **options)
         _check_tensors(function, operands, options)
@@ -187,7 +187,7 @@ def _schema_options(operands, options):
     in_schema = {option: value for option, value in options.items() if option in _IN_SCHEMA}
     if "divergence" in in_schema:
         # Checked here: a schema takes a tensor for a number, and refuses in words of its own.
-        packing.split_comparison(in_schema)
+        packing.split_divergence(in_schema)
     for option in ("ignore_index", *packing.NUMBERS):
         if isinstance(value := in_schema.get(option), torch.Tensor):
             if option in _ARGUMENT_OF:  # a traced value cannot become a number
@@ -373,13 +373,15 @@ def linear_cross_entropy(
     if isinstance(target, tuple) and len(target) == 2:
         target = [validate.local_replica("target", tensor) for tensor in target]
         options = table.completed("linear_cross_entropy", _ALL, with_local_factors(options))
-        return class_losses.of_sparse_target(composed_call, input, linear_weight, *target, options)
+        return class_losses.of_sparse_target(
+            call_by_composed_function, input, linear_weight, *target, options
+        )
     return _call(_LINEAR_CROSS_ENTROPY, (input, linear_weight, target), options)
 
 
-def composed_call(input, linear_weight, target, *, caller, **options):
-    """linear_cross_entropy of a class target, for a function that is composed of it; `caller`:
-    see sharding.ShardedCall."""
+def call_by_composed_function(input, linear_weight, target, *, caller, **options):
+    """linear_cross_entropy of a class target, called by a function that is composed of it. `caller`
+    says which one: see sharding.ShardedCall."""
     return _call(_LINEAR_CROSS_ENTROPY, (input, linear_weight, target), options, caller)
 
 
@@ -444,20 +446,20 @@ def divergence_of(*operands, **options):
     return _call(_LINEAR_DIVERGENCE, operands, options)
 
 
-_LINEAR_CROSS_ENTROPY = Function(
+_LINEAR_CROSS_ENTROPY = PublicFunction(
     linear_cross_entropy,
     OF_LINEAR,
     _ALL,
     composite.linear_cross_entropy_of,
     "linear_cross_entropy",
 )
-_LINEAR_DIVERGENCE = Function(
+_LINEAR_DIVERGENCE = PublicFunction(
     divergence_of,
     (*OF_LINEAR, "teacher_input"),
     table.OF_DIVERGENCE | table.OF_TEACHER,
     composite.linear_divergence_of,
     "linear_divergence",
 )
-_CROSS_ENTROPY = Function(
+_CROSS_ENTROPY = PublicFunction(
     cross_entropy, ("logits", "target"), _OF_LOGITS, composite.cross_entropy_of, "cross_entropy"
 )

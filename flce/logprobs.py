@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Never, Unpack, overload
 
 from . import class_losses, mistakes, validate
-from .functional import A_BIAS, OF_LINEAR, composed_call, linear_cross_entropy
+from .functional import A_BIAS, OF_LINEAR, call_by_composed_function, linear_cross_entropy
 from .options import (
     Entropy,
     LogprobsAtOptions,
@@ -62,7 +62,9 @@ def linear_logprobs_at(
         mistakes.refuse_positional("linear_logprobs_at", operands, others, A_BIAS)
     check_names("linear_logprobs_at", _OF_LOGPROBS_AT, options)
     ids = validate.local_replica("ids", ids)
-    return class_losses.logprobs_at(composed_call, input, linear_weight, ids, options, tail)
+    return class_losses.logprobs_at(
+        call_by_composed_function, input, linear_weight, ids, options, tail
+    )
 
 
 @overload

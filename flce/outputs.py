@@ -27,12 +27,12 @@ def _of_ranks(packed, tensor):
     return gathered
 
 
-def _final_logits(packed, z, temperature, cut):
-    """The final logits of z (..., K); `cut`: mask of ignored rows."""
+def _final_logits(packed, z, temperature, ignored):
+    """The final logits of z (..., K); `ignored`: mask of ignored rows."""
     options = packed.logit_options
     if temperature is not None:
         options = {**options, "temperature": temperature}
-    return reference.final_logits(z, cut, **options)
+    return reference.final_logits(z, ignored, **options)
 
 
 def _top_values(packed, logits, classes, tail_lse):
@@ -65,12 +65,12 @@ def _class_values(packed, outputs, temperature, target, tail_lse):
         z, classes = (torch.cat(_of_ranks(packed, of_rank), dim=-1) for of_rank in (z, classes))
     elif packed.ranks > 1:
         z = sum(_of_ranks(packed, z))  # 0 for the classes of other ranks
-    cut = reference.ignored(target, packed.ignore_index)
-    logits = _final_logits(packed, z, temperature, cut)
+    ignored = reference.ignored_rows(target, packed.ignore_index)
+    logits = _final_logits(packed, z, temperature, ignored)
     classes = classes if packed.topk else None
     if packed.topk:
         logits, classes, tail_lse = _top_values(packed, logits, classes, tail_lse)
-        tail_lse = None if tail_lse is None else tail_lse.masked_fill(cut, 0.0)
+        tail_lse = None if tail_lse is None else tail_lse.masked_fill(ignored, 0.0)
     return {"class_logits": logits, "classes": classes, "tail_lse": tail_lse}
 
 
@@ -106,8 +106,8 @@ def mean_of(total, valid, num_items):
 def results(packed, outputs, target, of_loss, rows):
     """The loss, or a LinearCrossEntropyOutput if more outputs are wanted.
 
-    packed: packing.Packed; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
-    composite.LossTensors; rows: as in calls.CallOptions.
+    packed: packing.PackedOptions; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
+    composite.LossTensors; rows: as in calls.OperatorOptions.
     """
     _warn_if_none_counts(packed, target, of_loss.num_items, outputs.loss, rows)
     has_classes = outputs.class_logits is not None

@@ -112,8 +112,9 @@ NO_GRADIENTS = WantedGradients()
 GRADIENTS = WantedGradients._fields
 
 
-class CallSettings(typing.NamedTuple):
-    """What a call adds to the options in the list of integers.
+class CallContext(typing.NamedTuple):
+    """What the list of integers has besides PackedOptions: what depends on a call's tensors, its
+    device and torch's modes, and the divergence.
 
     gradients: those that the operator makes. autocast: the index in DTYPES of the dtype to which it
     casts, or -1. frozen_hidden: columns of the weight without a gradient, with an adapter.
@@ -166,7 +167,7 @@ class Shard(typing.NamedTuple):
         return cls(group, *map(int, integers))
 
 
-class Comparison(typing.NamedTuple):
+class DivergenceSettings(typing.NamedTuple):
     """How a divergence compares a student with its teacher. divergence: one of flce_divergence of
     csrc/problem.h, 0 in the call of a loss. The numbers are the arguments of flce.linear_divergence
     of these names, but teacher_softcap is 0.0 for None."""
@@ -187,7 +188,7 @@ class Comparison(typing.NamedTuple):
 
 NO_SHARD = Shard()
 _INDEX = {name: i for i, name in enumerate(INTEGERS)}
-_LOSS_NUMBERS = tuple(name for name in NUMBERS if name not in Comparison._fields)
+_LOSS_NUMBERS = tuple(name for name in NUMBERS if name not in DivergenceSettings._fields)
 TENSORS = frozenset(name for name, o in OPTIONS.items() if o.schema == "Tensor?")
 _TENSORS_OF_TEACHER = [name for name, o in TEACHER_OPTIONS.items() if o.schema == "Tensor?"]
 # The options that an operator takes in its lists, or that say what else the call does.
@@ -246,7 +247,7 @@ def all_classes(vocab_parallel, rows):
     return (vocab if vocab >= 0 else ranks * rows), ranks
 
 
-class Packed:
+class PackedOptions:
     """The options of a call that are no tensors, checked and packed; cached by their values.
 
     wants_outputs: whether a flag of `wanted` asks for more than the loss. differentiates_stats:
@@ -284,7 +285,7 @@ class Packed:
         self._numbers = {
             name: _number(name, options[name], OPTIONS[name].default) for name in _LOSS_NUMBERS
         }
-        self.numbers = self.numbers_of(NO_COMPARISON)
+        self.numbers = self.numbers_of(NO_DIVERGENCE)
         self.logit_options = self._logit_options()
         values = {name: _choice(name, options[name]) for name in CHOICES}
         for name in ("accum_dtype", "logits_dtype"):
@@ -314,9 +315,9 @@ class Packed:
             for name in LOGIT_OPTIONS
         }
 
-    def numbers_of(self, comparison):
-        """The list of numbers of a call with this Comparison."""
-        values = self._numbers | comparison.numbers()
+    def numbers_of(self, divergence_settings):
+        """The list of numbers of a call with these DivergenceSettings."""
+        values = self._numbers | divergence_settings.numbers()
         return tuple(values[name] for name in NUMBERS)
 
     def memory(self, device):
@@ -328,35 +329,35 @@ class Packed:
             return Memory(max_memory, max_memory, False)
         return default_memory(device)
 
-    def integers(self, settings):
-        """The list of integers, with those of CallSettings."""
-        integers = self._lists.get(settings)
+    def integers(self, context):
+        """The list of integers of a call with this CallContext."""
+        integers = self._lists.get(context)
         if integers is None:
-            values = self._values | settings.values()
+            values = self._values | context.values()
             integers = (*(int(values[name]) for name in INTEGERS), LAYOUT)
             if len(self._lists) < 64:
-                self._lists[settings] = integers
+                self._lists[context] = integers
         return integers
 
 
-def _comparison(divergence, options):
-    """The Comparison with the numbers among `options`."""
-    names = (name for name in Comparison._fields if name != "divergence")
+def _divergence_settings(divergence, options):
+    """The DivergenceSettings with the numbers among `options`."""
+    names = (name for name in DivergenceSettings._fields if name != "divergence")
     numbers = {name: _number(name, options[name], OF_TEACHER[name]) for name in names}
-    return Comparison(divergence, **numbers)
+    return DivergenceSettings(divergence, **numbers)
 
 
-NO_COMPARISON = _comparison(0, OF_TEACHER)
-_DEFAULT = Packed(_PACKED)
+NO_DIVERGENCE = _divergence_settings(0, OF_TEACHER)
+_DEFAULT = PackedOptions(_PACKED)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _packed(names, *values):
-    return Packed({**_PACKED, **dict(zip(names, values, strict=True))})
+    return PackedOptions({**_PACKED, **dict(zip(names, values, strict=True))})
 
 
 def split(options):
-    """The Packed of the options `options` by name, and a dict of the tensors among them."""
+    """The PackedOptions of the options `options` by name, and a dict of the tensors among them."""
     if not options:
         return _DEFAULT, {}
     tensors, items = {}, {}
@@ -371,12 +372,12 @@ def split(options):
     try:
         return _packed(tuple(items), *items.values()), tensors
     except TypeError:  # not hashable: a symbolic size, or a wrong type, which is refused by name
-        return Packed({**_PACKED, **items}), tensors
+        return PackedOptions({**_PACKED, **items}), tensors
 
 
-def split_comparison(options):
-    """The options of a divergence: the Comparison, a dict of the teacher's tensors, and those of
-    the student."""
+def split_divergence(options):
+    """The options of a divergence: the DivergenceSettings, a dict of the teacher's tensors, and the
+    options of the student."""
     of_teacher = {name: options.get(name, default) for name, default in OF_TEACHER.items()}
     of_student = {name: value for name, value in options.items() if name not in OF_TEACHER}
     tensors = {name: of_teacher.pop(name) for name in _TENSORS_OF_TEACHER}
@@ -385,7 +386,7 @@ def split_comparison(options):
         tensors["teacher_temperature"] = temperature
         of_teacher["teacher_temperature"] = OF_TEACHER["teacher_temperature"]
     code = divergence_code(of_teacher["divergence"])
-    return _comparison(code, of_teacher), tensors, of_student
+    return _divergence_settings(code, of_teacher), tensors, of_student
 
 
 def divergence_code(divergence):

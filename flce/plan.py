@@ -170,15 +170,15 @@ def plan(
     sizes |= {"input_dtype": codes["input_dtype"], "weight_dtype": codes["weight_dtype"]}
     sizes |= {"bias_dtype": codes["weight_dtype"] if bias else -1, "added_dtype": added, **teacher}
     # `dtype` is passed as autocast's: by it the core takes the GEMMs' dtype from there.
-    settings = packing.CallSettings(
+    context = packing.CallContext(
         memory=memory,
         gradients=packing.WantedGradients(grad_input, grad_weight, bias),
         autocast=codes["dtype"],
         accumulates=added >= 0,
         class_gradient="classes" in teacher,
     )
-    integers = packed.integers(settings)
-    options = calls.CallOptions(
+    integers = packed.integers(context)
+    options = calls.OperatorOptions(
         packed.valid_vocab, None, packing.replaced(integers, consumes_saved=True), packed.numbers
     )
     return _planned(calls.run_plan(gpu, index, options, sizes))

@@ -82,7 +82,7 @@ def as_logits(
     """The arguments of `cross_entropy` by name, of those of `linear_cross_entropy`."""
     loss = {name: value for name, value in loss.items() if name not in _IGNORED_OPTIONS}
     target = shifted(target, shift, cu_seqlens, ignore_index)
-    finite = input.masked_fill(ignored(target, ignore_index).unsqueeze(-1), 0.0)
+    finite = input.masked_fill(ignored_rows(target, ignore_index).unsqueeze(-1), 0.0)
     if valid_vocab is not None:
         of_classes = linear_weight, linear_bias, adapter_weight, weight
         linear_weight, linear_bias, adapter_weight, weight = (
@@ -91,7 +91,7 @@ def as_logits(
         target = target[..., :valid_vocab] if target.is_floating_point() else target
     logits = F.linear(finite, linear_weight, linear_bias)
     if adapter_weight is not None:
-        rows = ignored(target, ignore_index).unsqueeze(-1)
+        rows = ignored_rows(target, ignore_index).unsqueeze(-1)
         logits = logits + F.linear(adapter_input.masked_fill(rows, 0.0), adapter_weight)
     of_loss = {"weight": weight, "ignore_index": ignore_index, **loss}
     return {"logits": logits, "target": target, **of_loss}
@@ -130,62 +130,65 @@ def cross_entropy(
     of_logits: the options of `final_logits`, and return_lse and the like.
     """
     wanted = [of_logits.pop(name, False) for name in RETURNS]
-    cut = ignored(target, ignore_index)
+    ignored = ignored_rows(target, ignore_index)
     # Finite also where it does not contribute.
-    logits = final_logits(logits.masked_fill(cut.unsqueeze(-1), 0.0), cut, **of_logits)
+    logits = final_logits(logits.masked_fill(ignored.unsqueeze(-1), 0.0), ignored, **of_logits)
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    reduced = functools.partial(sum_of_rows, reduction, cut, token_weight, num_items)
+    reduced = functools.partial(sum_of_rows, reduction, ignored, token_weight, num_items)
     rows = _rows_of_loss(logits, target, weight, ignore_index, label_smoothing).to(stat)
-    lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(cut, 0.0)
-    z_part = reduced(z_loss * lse.square(), (~cut).sum())
-    loss = reduced(rows, denominator(target, weight, cut, stat)) + z_part
+    lse = torch.logsumexp(logits, dim=-1).to(stat).masked_fill(ignored, 0.0)
+    z_part = reduced(z_loss * lse.square(), (~ignored).sum())
+    loss = reduced(rows, denominator(target, weight, ignored, stat)) + z_part
     if not any(wanted) and classes is None and not topk:
         return loss
-    predictions = logits.argmax(dim=-1).masked_fill(cut, -1)  # the first of several equal maxima
+    # argmax is the first of several equal maxima.
+    predictions = logits.argmax(dim=-1).masked_fill(ignored, -1)
     accuracy = None
     if not target.is_floating_point():
-        accuracy = ((predictions == target) & ~cut).sum().to(stat) / (~cut).sum().clamp(min=1)
-    entropy = _entropy(logits, cut)
+        right, counted = (predictions == target) & ~ignored, (~ignored).sum()
+        accuracy = right.sum().to(stat) / counted.clamp(min=1)
+    entropy = _entropy(logits, ignored)
     if topk:
-        classes = logits.topk(topk, dim=-1).indices.masked_fill(cut.unsqueeze(-1), ignore_index)
-    at, top, tail_lse = _of_classes(logits, classes, cut, ignore_index)
+        classes = logits.topk(topk, dim=-1).indices.masked_fill(ignored.unsqueeze(-1), ignore_index)
+    at, top, tail_lse = _of_classes(logits, classes, ignored, ignore_index)
     outputs = (lse, entropy, accuracy, predictions, z_part.detach(), tail_lse)
     chosen = (value if want else None for value, want in zip(outputs, wanted, strict=True))
     return LinearCrossEntropyOutput(loss, *chosen, at, top if topk else None)
 
 
-def sum_of_rows(reduction, cut, token_weight, num_items, rows, denominator):
+def sum_of_rows(reduction, ignored, token_weight, num_items, rows, denominator):
     """The loss of the rows' (...): each is multiplied by token_weight; "mean" divides their sum by
-    num_items, or else by the denominator. cut: mask of ignored rows."""
+    num_items, or else by the denominator. ignored: mask of ignored rows."""
     if token_weight is not None:
-        rows = rows * token_weight.to(rows.dtype).masked_fill(cut, 0.0)
+        rows = rows * token_weight.to(rows.dtype).masked_fill(ignored, 0.0)
     if reduction != "mean":
         return rows if reduction == "none" else rows.sum()
     if num_items is None:
-        return rows.sum() * torch.where(cut.all(), 0.0, 1.0 / denominator.to(rows.dtype))
+        return rows.sum() * torch.where(ignored.all(), 0.0, 1.0 / denominator.to(rows.dtype))
     items = torch.as_tensor(num_items, dtype=rows.dtype, device=rows.device)
-    of_none = torch.where(cut.all(), 0.0, math.nan)
+    of_none = torch.where(ignored.all(), 0.0, math.nan)
     return rows.sum() * torch.where(items == 0, of_none, 1.0 / items)
 
 
-def _entropy(logits, cut):
+def _entropy(logits, ignored):
     """The entropy of each row, (...)."""
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
     log_p = logits.log_softmax(dim=-1)
     p = log_p.exp()
     # A class of probability 0 adds nothing to an entropy.
-    return -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1).to(stat).masked_fill(cut, 0.0)
+    return -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1).to(stat).masked_fill(ignored, 0.0)
 
 
-def _of_classes(logits, classes, cut, ignore_index):
+def _of_classes(logits, classes, ignored, ignore_index):
     """(logits, classes, logsumexp of the others) of `classes` (..., K); three None without."""
     if classes is None:
         return None, None, None
     stat = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    absent = (classes.long() == ignore_index) | cut.unsqueeze(-1)
+    absent = (classes.long() == ignore_index) | ignored.unsqueeze(-1)
     at = logits.gather(-1, classes.masked_fill(absent, 0).long()).to(stat)
     ids = classes.masked_fill(absent, -1)
-    return at.masked_fill(absent, 0.0), ids, _tail_lse(logits, ids).to(stat).masked_fill(cut, 0.0)
+    tail_lse = _tail_lse(logits, ids).to(stat).masked_fill(ignored, 0.0)
+    return at.masked_fill(absent, 0.0), ids, tail_lse
 
 
 def _tail_lse(logits, classes):
@@ -212,16 +215,16 @@ def linear_logprobs(
     return -output.loss, output.entropy
 
 
-def final_logits(logits, cut, *, softcap=None, logit_scale=1.0, temperature=1.0):
+def final_logits(logits, ignored, *, softcap=None, logit_scale=1.0, temperature=1.0):
     """The final logits from the linear layer's (..., V); `temperature`: a number or (...).
 
-    `cut`: mask of the ignored rows (...), whose temperature must not reach a gradient either.
+    `ignored`: mask of the ignored rows (...), whose temperature must not reach a gradient either.
     """
     logits = logit_scale * logits
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
-        temperature = temperature.to(logits.dtype).masked_fill(cut, 1.0).unsqueeze(-1)
+        temperature = temperature.to(logits.dtype).masked_fill(ignored, 1.0).unsqueeze(-1)
     return logits / temperature
 
 
@@ -245,18 +248,18 @@ def shifted(target, shift, cu_seqlens, ignore_index):
     return later.masked_fill(~inside.reshape(target.shape), ignore_index)
 
 
-def ignored(target, ignore_index):
+def ignored_rows(target, ignore_index):
     """Mask of the ignored rows (...); with probabilities (..., V) no row is ignored."""
     if target.is_floating_point():
         return torch.zeros(target.shape[:-1], dtype=torch.bool, device=target.device)
     return target.long() == (-100 if ignore_index is None else ignore_index)
 
 
-def denominator(target, weight, cut, stat):
+def denominator(target, weight, ignored, stat):
     """What `F.cross_entropy` divides by under "mean"."""
     if target.is_floating_point() or weight is None:
-        return (~cut).sum()
-    return weight.to(stat)[target.masked_fill(cut, 0).long()].masked_fill(cut, 0.0).sum()
+        return (~ignored).sum()
+    return weight.to(stat)[target.masked_fill(ignored, 0).long()].masked_fill(ignored, 0.0).sum()
 
 
 def _rows_of_loss(logits, target, weight, ignore_index, label_smoothing):

@@ -20,7 +20,7 @@ class ShardedCall(typing.NamedTuple):
 class Hooks(typing.NamedTuple):
     """before_call(sharded_call): compares what the ranks call, before the operator runs.
     local_call(function, operands, options): the operands and options of a call with DTensors, as
-    local tensors and a VocabParallel; function: a functional.Function.
+    local tensors and a VocabParallel; function: a functional.PublicFunction.
     pending_error(text): the exception that has ended a collective of this thread, or None; text:
     the operator's error."""
 

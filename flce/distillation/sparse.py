@@ -69,7 +69,7 @@ def sparse_divergence(input, linear_weight, ids, logprobs, divergence, beta, tai
     rows = class_losses.RowLosses.of_options(options, input, ids.shape[:-1])
     has_tail = tail == "class"
     log_p = class_losses.logprobs_at(
-        functional.composed_call, input, linear_weight, ids, options, has_tail, caller
+        functional.call_by_composed_function, input, linear_weight, ids, options, has_tail, caller
     )
     absent = validate.is_equal(ids, ignore_index_of(options.get("ignore_index", -100)))
     ignored = absent.all(dim=-1)

@@ -98,7 +98,7 @@ def _local(value, has_adapter):
 
 def local_call(function, operands, options):
     """The operands and options of a call with DTensors as those of a call with vocab_parallel.
-    `function`: a functional.Function."""
+    `function`: a functional.PublicFunction."""
     tensors = function.named(operands, options)
     arguments = tensors | options
     first = next(name for name, value in arguments.items() if is_dtensor(value))

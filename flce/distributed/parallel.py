@@ -199,7 +199,7 @@ def _of_operator(call):
     names = (argument.name for argument in calls.operator_of(call)._schema.arguments)
     arguments = dict(zip(names, call.flat(), strict=False))  # a teacher's may be missing
     lists = {"integers": INTEGERS, "numbers": NUMBERS}
-    if call.teacher and call.teacher.weight is None:  # logits, of all classes or of a rank's
+    if call.teacher and call.teacher.linear_weight is None:  # logits, of all classes or of a rank's
         logits = arguments.pop("teacher_input")
         yield "teacher_logits", logits[..., :0]
     for name, value in arguments.items():

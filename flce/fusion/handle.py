@@ -119,8 +119,9 @@ class Fusion:
         attached = {module for _, module, _ in self.attached()}
         # The model, and what contains a head and takes labels: a wrapper may call it directly.
         for caller in self.model.modules() if attached else ():
-            is_around = attached & ({*caller.modules()} - {caller}) and _label_positions(caller)
-            if not hasattr(caller, "_orig_mod") and (caller is self.model or is_around):
+            encloses_head = bool(attached & ({*caller.modules()} - {caller}))
+            may_be_called = caller is self.model or (encloses_head and _label_positions(caller))
+            if may_be_called and not hasattr(caller, "_orig_mod"):
                 begin = functools.partial(self._begin, _label_positions(caller))
                 self._hooks.append(caller.register_forward_pre_hook(begin, with_kwargs=True))
                 self._hooks.append(caller.register_forward_hook(self._end, always_call=True))

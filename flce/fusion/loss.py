@@ -60,12 +60,13 @@ def _cross_entropy_by_flce(deferred, record, target, options, dropped=()):
     fuse_options = {k: value for k, value in head_call.fusion.options.items() if k not in dropped}
 
     def run(sources):
-        received, has_probabilities = record.changed(sources=sources), target.is_floating_point()
-        if reason := _unsupported(received, fuse_options, has_probabilities):
+        record_with_whole_weights = record.changed(sources=sources)
+        has_probabilities = target.is_floating_point()
+        if reason := _unsupported(record_with_whole_weights, fuse_options, has_probabilities):
             return head_call.fusion.note_fall_back(reason)
         dtype = head_call.product_dtype(sources[0].x)
         needs_slice = has_probabilities or options.get("weight") is not None
-        x, weight, bias, derived = steps.operands(received, dtype, needs_slice)
+        x, weight, bias, derived = steps.operands(record_with_whole_weights, dtype, needs_slice)
         is_cut = weight.requires_grad and not weight.is_leaf
         if is_cut and sources[0].parameters()[0].is_leaf and fuse_options.get("accumulate_into"):
             return head_call.fusion.note_fall_back(
@@ -202,18 +203,22 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
 
     def run(*sources):
         pairs = zip(records, sources, strict=True)
-        received = [record.changed(sources=whole) for record, whole in pairs]
-        pairs = zip(both, received, strict=True)
+        records_with_whole_weights = [record.changed(sources=whole) for record, whole in pairs]
+        pairs = zip(both, records_with_whole_weights, strict=True)
         dtypes = [
             deferred.head_call.product_dtype(record.sources[0].x) for deferred, record in pairs
         ]
-        reasons = [_unsupported(record, fuse_options) for record in received]
-        reasons += ["a divergence of an adapter" for r in received if len(r.sources) > 1]
+        reasons = [_unsupported(record, fuse_options) for record in records_with_whole_weights]
+        reasons += [
+            "a divergence of an adapter" for r in records_with_whole_weights if len(r.sources) > 1
+        ]
         reasons += ["teacher and student of other dtypes"] * (dtypes[0] != dtypes[1])
         if reason := next(filter(None, reasons), None):
             return fusion.note_fall_back(reason)
-        x, weight, bias, derived = steps.operands(received[0], dtypes[0], True)
-        x_t, weight_t, bias_t, derived_t = steps.operands(received[1], dtypes[1], True)
+        x, weight, bias, derived = steps.operands(records_with_whole_weights[0], dtypes[0], True)
+        x_t, weight_t, bias_t, derived_t = steps.operands(
+            records_with_whole_weights[1], dtypes[1], True
+        )
         numbers = {f"teacher_{k}": v for k, v in derived_t.items()} | derived | fuse_options
         biases = {"linear_bias": bias, "teacher_bias": bias_t}
         arguments = {"divergence": name, "beta": beta, "target": target, "reduction": reduction}

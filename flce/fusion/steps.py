@@ -225,7 +225,10 @@ def operands(record, dtype, needs_slice):
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype if x.dtype == torch.float64 else torch.float32)
     if folded.curve is not None:
-        options[CAPS[folded.curve]], scale = folded.outer, scale * folded.outer
+        # outer curve(scale z) = cap curve(logit_scale z / cap) with cap = outer and
+        # logit_scale = scale outer.
+        options[CAPS[folded.curve]] = folded.outer
+        scale *= folded.outer
     return x, weight, bias, options | ({"logit_scale": scale} if scale != 1 else {})
 
 

@@ -16,8 +16,8 @@ RECORDS = {
     calls.LogitsBackwardCall: (inner.cross_entropy_backward, None),
 }
 # Fields of records in a record whose names in the schemas say more.
-OF_TEACHER = {"input": "teacher_input", "weight": "teacher_weight", "bias": "teacher_bias"}
-OF_TEACHER["temperature"] = "token_teacher_temperature"
+OF_TEACHER = {"input": "teacher_input", "linear_weight": "teacher_weight"}
+OF_TEACHER |= {"linear_bias": "teacher_bias", "temperature": "token_teacher_temperature"}
 
 
 def flat_names(kind):

@@ -11,7 +11,7 @@ import torch
 import flce
 from flce import modules, options, outputs, overloads
 from flce.options import LOGIT_OPTIONS, OPTIONS, RETURNS, TEACHER_OPTIONS, defaults
-from flce.packing import INTEGERS, LAYOUT, NUMBERS, Comparison
+from flce.packing import INTEGERS, LAYOUT, NUMBERS, DivergenceSettings
 from harness.layout import text_of, without_comments
 
 
@@ -112,7 +112,7 @@ def test_6_what_it_does(name, save):
 def test_6_that_of_a_teacher(name):
     """What maps logits maps those of a teacher too, by an option of its own."""
     own = f"teacher_{name}"
-    assert own in TEACHER_OPTIONS and own in Comparison._fields and own in NUMBERS
+    assert own in TEACHER_OPTIONS and own in DivergenceSettings._fields and own in NUMBERS
     assert own in inspect.signature(flce.linear_divergence).parameters
     assert f"NumberSlot::{own}" in code_of("csrc/binding/options.cpp")
     assert f"loss.{name} = options.teacher.{name}" in code_of("csrc/binding/call.cpp")

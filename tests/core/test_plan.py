@@ -11,7 +11,7 @@ import torch
 import flce
 from flce.fakes import describe_sizes
 from flce.options import CHOICES, DTYPES, RETURNS
-from flce.packing import CallSettings, WantedGradients, split
+from flce.packing import CallContext, WantedGradients, split
 from harness import cases, hopper
 
 BF16 = {"dtype": torch.bfloat16}
@@ -119,7 +119,7 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
     dtype = DTYPES.index(options.get("dtype", torch.float32))
     packed, _ = split({name: value for name, value in options.items() if name != "dtype"})
     memory, wants = packed.memory(torch.device("cpu")), WantedGradients(True, True)
-    integers = packed.integers(CallSettings(memory, wants))
+    integers = packed.integers(CallContext(memory, wants))
     tokens, hidden, vocab = sizes
     named = {"hidden": hidden, "weight_rows": vocab, "input_dtype": dtype, "weight_dtype": dtype}
     found = describe_sizes(None, integers, packed.numbers, **named)
@@ -135,7 +135,7 @@ def test_auto_of_a_gpu_that_is_not_there(sizes, options, _, on_cuda):
 def test_predictions_alone_keep_no_statistics():
     for name in RETURNS:
         packed, _ = split({name: True})
-        found = describe_sizes(None, packed.integers(CallSettings()), packed.numbers)
+        found = describe_sizes(None, packed.integers(CallContext()), packed.numbers)
         assert found.keeps_statistics == (name != "return_predictions")
 
 
@@ -143,7 +143,7 @@ def test_predictions_alone_keep_no_statistics():
 def test_describe_refuses_what_is_no_dtype(wrong):
     packed, _ = split({})
     with pytest.raises(ValueError, match=f"^{[*wrong][0]}: expected the index of a dtype, got"):
-        describe_sizes(None, packed.integers(CallSettings()), packed.numbers, **wrong)
+        describe_sizes(None, packed.integers(CallContext()), packed.numbers, **wrong)
 
 
 def test_max_memory_of_the_environment(device, monkeypatch):

@@ -23,7 +23,7 @@ from flce.options import (
     Options,
     defaults,
 )
-from flce.packing import INTEGERS, LAYOUT, NUMBERS, CallSettings, Comparison, split, value_of
+from flce.packing import INTEGERS, LAYOUT, NUMBERS, CallContext, DivergenceSettings, split, value_of
 from harness import ROOT, cases, raw
 from harness.raw import described
 
@@ -33,11 +33,11 @@ ZERO = torch.zeros(1, dtype=torch.int64)
 
 def test_the_slots_of_cpp_are_those_of_the_table():
     packed, _ = split({})
-    assert sorted([*packed._values, *CallSettings().values()]) == sorted(INTEGERS)
+    assert sorted([*packed._values, *CallContext().values()]) == sorted(INTEGERS)
     rows = {**OPTIONS, **TEACHER_OPTIONS}.items()
     assert set(NUMBERS) == {name for name, row in rows if "float" in str(row.schema)}
     numbers = [name for name, row in TEACHER_OPTIONS.items() if row.schema != "Tensor?"]
-    assert list(Comparison._fields) == numbers
+    assert list(DivergenceSettings._fields) == numbers
 
 
 def test_options_of_the_final_logits_are_those_of_the_definition():

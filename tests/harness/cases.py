@@ -357,7 +357,7 @@ def final_logits(case):
     target = reference.shifted(
         target, options.get("shift", 0), options.get("cu_seqlens"), ignore_index
     )
-    cut = reference.ignored(target, ignore_index)
+    cut = reference.ignored_rows(target, ignore_index)
     product = case.input.masked_fill(cut.unsqueeze(-1), 0.0)
     if case.linear_weight is not None:
         product = F.linear(product, case.linear_weight, options.get("linear_bias"))

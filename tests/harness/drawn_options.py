@@ -187,7 +187,7 @@ def linear_case(plan):
     options["valid_bound"] = None
     ignore_index, cu_seqlens = options["ignore_index"], options.get("cu_seqlens")
     later = flce.reference.shifted(target, options.get("shift", 0), cu_seqlens, ignore_index)
-    ignored = flce.reference.ignored(later, ignore_index)
+    ignored = flce.reference.ignored_rows(later, ignore_index)
     if not target.is_floating_point() and plan["valid_bound"] is not None:
         more, valid = plan["valid_bound"], int((~ignored).sum())
         options["valid_bound"] = more if more == "count" else valid + more

@@ -8,7 +8,7 @@ from flce.conformance.cases import Case
 from flce.conformance.operands import Operands
 from flce.conformance.truth import Rounding, truth
 from flce.options import RETURNS
-from flce.reference import ignored, shifted
+from flce.reference import ignored_rows, shifted
 
 # Options that flce.conformance has, those that `bounds_of` tells otherwise, and those that change
 # no number.
@@ -75,7 +75,7 @@ def bounds_of(case, upstream):
     get, valid, hidden = case.options.get, case.options.get("valid_vocab"), case.input.shape[-1]
     index = -100 if get("ignore_index", -100) is None else get("ignore_index", -100)
     y = shifted(case.target, get("shift", 0), get("cu_seqlens"), index).reshape(-1)
-    grad, reduction = factors_of(case, upstream, ignored(y, index))
+    grad, reduction = factors_of(case, upstream, ignored_rows(y, index))
     scale = float(get("logit_scale", 1.0) / torch.as_tensor(get("temperature", 1.0)))
     x, w = products_of(case, scale)
     numbers = {name: get(name) for name in ("softcap", "label_smoothing", "z_loss") if get(name)}

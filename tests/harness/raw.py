@@ -1,7 +1,7 @@
 """Builds the arguments of the inner operators (csrc/binding/op.cpp), which are positional."""
 
 from flce.options import CHOICES, OPTIONS
-from flce.packing import GRADIENTS, CallSettings, replaced, split
+from flce.packing import GRADIENTS, CallContext, replaced, split
 
 TENSORS = 10  # of flce::forward: input ... num_items, seed, classes
 LOSS_TENSORS = 6  # of flce::cross_entropy_forward: logits ... num_items
@@ -18,7 +18,7 @@ def settings(
     values = {"save": CHOICES["save"].index(save), "max_memory": max_memory, **own}
     values["kept_memory"] = max_memory
     values |= dict(zip(GRADIENTS, grads, strict=True))
-    integers = replaced(packed.integers(CallSettings()), **values)
+    integers = replaced(packed.integers(CallContext()), **values)
     return valid_vocab, rows, integers, packed.numbers, None
 
 

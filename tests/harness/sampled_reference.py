@@ -33,7 +33,7 @@ def cross_entropy(
     **outputs,
 ):
     """As flce.reference.cross_entropy. sampling: (gradient_eps, gradient_seed)."""
-    cut = reference.ignored(target, ignore_index)
+    cut = reference.ignored_rows(target, ignore_index)
     finite = logits.masked_fill(cut.unsqueeze(-1), 0.0)
     of_logits = {name: outputs[name] for name in LOGIT_OPTIONS if name in outputs}
     of_rows = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}

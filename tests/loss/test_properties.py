@@ -148,7 +148,7 @@ def test_cross_entropy(device, part):
         logits = plan["std"] * torch.randn(*plan["shape"], plan["vocab"], generator=random)
         target = draw_targets(plan, random, plan["vocab"])
         options = loss_options(plan, random, plan["vocab"])
-        ignored = flce.reference.ignored(target, options["ignore_index"])
+        ignored = flce.reference.ignored_rows(target, options["ignore_index"])
         logits = logits.to(plan["dtype"]).masked_fill(ignored.unsqueeze(-1), float("nan"))
         case, upstream = moved(
             cases.Case(logits, None, target, options), upstream_of(plan, random), device
