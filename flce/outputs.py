@@ -6,6 +6,7 @@ import math
 import torch
 
 from . import calls, fakes, operators, reference, torch_private, validate
+from ._C import take_none_counted
 from .modes import has_values, is_traced
 from .options import LinearCrossEntropyOutput
 
@@ -109,7 +110,8 @@ def results(packed, outputs, target, of_loss, rows):
     packed: packing.PackedOptions; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
     composite.LossTensors; rows: as in calls.OperatorOptions.
     """
-    _warn_if_none_counts(packed, target, of_loss.num_items, outputs.loss, rows)
+    if take_none_counted() and has_values(target):
+        _warn_of_no_label(packed.ignore_index)
     has_classes = outputs.class_logits is not None
     if not packed.wants_outputs and not has_classes:
         return outputs.loss
@@ -122,21 +124,11 @@ def results(packed, outputs, target, of_loss, rows):
     return LinearCrossEntropyOutput(outputs.loss, **values)
 
 
-def _warn_if_none_counts(packed, target, num_items, loss, rows):
-    """A warning if a mean is over no row, as all labels are ignored. Not with num_items, which may
-    count the rows of other micro-batches too."""
-    if packed.reduction != "mean" or num_items is not None:
-        return
-    # The first, which is faster, is the case only where the second is true (composite._rows).
-    can_read = rows == calls.COUNTED or has_values(target)
-    if not can_read or loss:
-        return
-    is_index = target.numel() > 0 and not target.is_floating_point()
-    if is_index and validate.is_equal(target, packed.ignore_index).all():
-        validate.warn_once(
-            f"flce: every label is ignore_index, {packed.ignore_index}: the loss is 0, without "
-            "gradients; check the labels and ignore_index (shown once)"
-        )
+def _warn_of_no_label(ignore_index):
+    validate.warn_once(
+        f"flce: every label is ignore_index, {ignore_index}: the loss is 0, without gradients; "
+        "check the labels and ignore_index (shown once)"
+    )
 
 
 def _row_means(packed, outputs, target, of_loss, rows):

@@ -63,6 +63,10 @@ struct Call {
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
 
+/* Whether the last call that this thread has made on a CPU was a mean over no row, because all
+ * targets are ignored; false after a call elsewhere, and when asked again. */
+bool take_none_counted();
+
 /* The teacher's part of the call of a divergence. */
 Call make_teacher(const Teacher& given, const PackedOptions& options, const Call& student);
 

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "binding/call.h"
 #include "binding/device.h"
 #include "binding/library.h"
 #include "binding/options.h"
@@ -51,6 +52,11 @@ PyObject* read_environment(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+/* take_none_counted() for Python, where a read of the loss takes longer. */
+PyObject* none_counted(PyObject*, PyObject*) {
+  return PyBool_FromLong(take_none_counted());
+}
+
 /* call_keeping(keeper, function, *arguments): what function(*arguments) returns. If it raises,
  * keeper.failed becomes (the exception, (function, *arguments)). In C, because a signal's handler
  * may raise before the first statement of a function in Python, outside of its `try`. */
@@ -94,6 +100,8 @@ extern "C" FLCE_EXPORT PyObject* PyInit__C(void) {
   static PyMethodDef functions[] = {
       {"getenv", get_variable, METH_O, "The environment variable of this name, or None."},
       {"read_environment", read_environment, METH_NOARGS, "Copies flce's variables for its calls."},
+      {"take_none_counted", none_counted, METH_NOARGS,
+       "Whether this thread's last call was a mean over no row."},
       {"call_keeping", call_keeping, METH_VARARGS, "Calls a function, and keeps its exception."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "flce's operators", -1, functions};

@@ -410,6 +410,14 @@ def test_what_does_not_warn(function, fresh):
         function()
 
 
+def test_a_compiled_call_leaves_no_warning_to_the_next_one(fresh):
+    compiled = torch.compile(flce.linear_cross_entropy, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "flce: ")
+        compiled(X, W, Y * 0 - 100)
+        flce.linear_cross_entropy(X, W, Y)
+
+
 def test_nothing_is_read_of_traced_or_fake_labels(fresh):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
