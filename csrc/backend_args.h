@@ -82,6 +82,9 @@ enum flce_coef_row {
   FLCE_COEF_COUNT
 };
 
+/* What scale_coefficients writes first: {1/u, 0, 1, 0}. */
+enum { FLCE_DZ_SCALE_NUMBERS = 4 };
+
 /* The facts that follow from the type of the device and the dtype of a call alone. */
 static inline void flce_facts_of_type(bool cpu, flce_dtype dtype, flce_facts* facts) {
   if (cpu) {

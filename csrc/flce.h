@@ -65,7 +65,8 @@ typedef enum flce_buffer_id {
    * overwritten by E or dz. This buffer and those of a chunk's rows below do not exist for the
    * chunks and blocks that are in the memory of dW (dx_first). */
   FLCE_BUF_LOGITS,
-  /* [4 + chunk] float32, of a backward in form dz and float16: see scale_coefficients. */
+  /* [FLCE_DZ_SCALE_NUMBERS + chunk] float32, of a backward in form dz and float16: what
+   * scale_coefficients writes. */
   FLCE_BUF_DZ_SCALE,
   FLCE_BUF_COEF,  /* [FLCE_COEF_COUNT][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_INDEX, /* int64: the rows to compute, if they are gathered (compact_rows) */

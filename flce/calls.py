@@ -31,7 +31,9 @@ class OperatorOptions(typing.NamedTuple):
     rows: int | None
     integers: tuple
     numbers: tuple
-    group: str | None = None  # a Python kernel gets no last arguments that have their defaults
+    # The default: the dispatcher leaves out trailing arguments that equal their defaults where it
+    # calls a Python kernel.
+    group: str | None = None
 
     def value(self, name):
         """The integer of that name."""

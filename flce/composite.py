@@ -110,13 +110,13 @@ def _loss_tensors(packed, tensors, target, device, dtype):
         validate.refuse("return_tail_lse", "False without classes or topk", True)
     if not tensors:
         return _NO_TENSORS
-    of_loss = {name: tensors[name] for name in LossTensors._fields if name in tensors}
-    temperature, num_items = of_loss.get("temperature"), of_loss.get("num_items")
+    values = {name: tensors[name] for name in LossTensors._fields if name in tensors}
+    temperature, num_items = values.get("temperature"), values.get("num_items")
     if temperature is not None and temperature.dim() == 0:
-        of_loss["temperature"] = temperature.expand(fakes.rows_shape(target))
+        values["temperature"] = temperature.expand(fakes.rows_shape(target))
     if num_items is not None:
-        of_loss["num_items"] = validate.num_items_tensor(num_items, packed.reduction, device, dtype)
-    return LossTensors(**of_loss)
+        values["num_items"] = validate.num_items_tensor(num_items, packed.reduction, device, dtype)
+    return LossTensors(**values)
 
 
 _NO_TENSORS = LossTensors()
@@ -178,7 +178,7 @@ def linear_cross_entropy_of(
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
         input, linear_weight, weight_in_graph, frozen_hidden = joined
-    of_loss = _loss_tensors(packed, tensors, target, input.device, input.dtype)
+    loss_tensors = _loss_tensors(packed, tensors, target, input.device, input.dtype)
     bias, wanted = tensors.get("linear_bias"), NO_GRADIENTS
     graph_inputs = input, weight_in_graph, bias
     if torch.is_grad_enabled():
@@ -212,25 +212,28 @@ def linear_cross_entropy_of(
     rows = _rows(packed, target)
     operator_options = _operator_options(packed, context, divergence_settings, rows, first_token)
     operands, seed = (input, linear_weight, target, bias), None
-    call = calls.ForwardCall(*operands, *of_loss, seed, classes, operator_options, teacher)
+    call = calls.ForwardCall(*operands, *loss_tensors, seed, classes, operator_options, teacher)
     if packed.ranks > 1:
         sharding.hooks().before_call(sharding.ShardedCall(call, options, caller))
     if (seed := _seed(packed, tensors, input.device)) is not None:
         call = call._replace(seed=seed)
     if traced and any(wanted):
-        # The backward of the graph reads the outputs that the forward had when it was traced. The
-        # graph may run with another number of rows, so "auto" is decided here.
+        # The backward of the graph is fixed when it is traced, its number of rows is not: "auto" is
+        # decided here, so that every run saves the same outputs.
         call = call._replace(options=fakes.with_strategy(call))
     outputs = calls.run(call)
     if any(wanted):
         names = _differentiable_outputs(packed, has_class_logits)
-        outputs = autograd.with_forward_graph(call, outputs, graph_inputs, names, True, accumulator)
-    return results(packed, outputs, target, of_loss, rows)
+        outputs = autograd.with_forward_graph(
+            call, outputs, graph_inputs, names, owned=True, accumulator=accumulator
+        )
+    return results(packed, outputs, target, loss_tensors, rows)
 
 
 def _differentiable_outputs(packed, has_classes=False):
     """The names of the operator's outputs that a gradient may reach."""
     count = 2 if packed.differentiates_stats else 1
+    # The first ones of DIFFERENTIABLE; class_logits are the third.
     return calls.DIFFERENTIABLE[: 3 if has_classes else count]
 
 
@@ -250,22 +253,22 @@ def cross_entropy_of(logits, target, options):
     packed, tensors = split(options)
     if validate.transforms_are_on():
         validate.refuse_transforms(logits, target, *tensors.values())
-    of_loss = _loss_tensors(packed, tensors, target, logits.device, logits.dtype)
+    loss_tensors = _loss_tensors(packed, tensors, target, logits.device, logits.dtype)
     wants_gradient = torch.is_grad_enabled() and logits.requires_grad
     call = calls.LogitsCall(
         logits,
         target,
-        of_loss.weight,
-        of_loss.token_weight,
-        of_loss.temperature,
-        of_loss.num_items,
+        loss_tensors.weight,
+        loss_tensors.token_weight,
+        loss_tensors.temperature,
+        loss_tensors.num_items,
         packed.integers(CallContext(gradients=WantedGradients(grad_input=wants_gradient))),
         packed.numbers,
     )
     outputs = calls.run(call)
     if wants_gradient:
         outputs = autograd.with_logits_graph(call, outputs, _differentiable_outputs(packed))
-    return results(packed, outputs.of_forward(), target, of_loss, rows=None)
+    return results(packed, outputs.of_forward(), target, loss_tensors, rows=None)
 
 
 def _kernel_of(function, names, gives_outputs):

@@ -28,24 +28,24 @@ _FIELDS = "save_of_one_chunk one_chunk_rows save_of_rows_to_keep rows_to_keep sa
 _FIELDS += " keeps_statistics saved_dtype saved_pitch"
 _FIELDS += " grad_input_dtype grad_weight_dtype grad_bias_dtype stat_dtype first_class classes"
 _FIELDS += " candidates"
-Described = collections.namedtuple("Described", _FIELDS)
+CallDescription = collections.namedtuple("CallDescription", _FIELDS)
 
 
 def describe_sizes(valid_vocab, integers, numbers, **sizes):
-    """The Described of `sizes` and dtypes, by their names in the operator's schema; checks the
+    """The description of `sizes` and dtypes, by their names in the operator's schema; checks the
     options. No dispatch mode sees it, because it has no tensors and symbolic sizes become
     numbers."""
     valid_vocab = None if valid_vocab is None else int(valid_vocab)
     sizes = {name: int(size) for name, size in sizes.items()}
     with torch_private.no_dispatch():
-        return Described(
+        return CallDescription(
             *run_plain(inner.describe.default, valid_vocab, integers, numbers, **sizes)
         )
 
 
 def described(operands, options, **sizes):
-    """The Described of a call; no result depends on the number of its rows, which may be symbolic.
-    operands: a record with input, linear_weight, target and linear_bias; options: its
+    """The description of a call. No result depends on the number of its rows, which may be
+    symbolic. operands: a record with input, linear_weight, target and linear_bias; options: its
     calls.OperatorOptions; sizes: those of describe_sizes that do not follow from the tensors."""
     input, linear_weight, bias = operands.input, operands.linear_weight, operands.linear_bias
     return describe_sizes(
@@ -166,7 +166,7 @@ def _fake_forward(call):
     options, target, classes = with_strategy(call), call.target, call.classes
     description = described(call, options)
     dtype = DTYPES[description.stat_dtype]
-    of_loss = _fake_loss(target, options, dtype, description.keeps_statistics)
+    loss_outputs = _fake_loss(target, options, dtype, description.keeps_statistics)
     top = logits = saved = None
     if description.candidates:
         top = target.new_empty((*rows_shape(target), description.candidates), dtype=torch.int64)
@@ -185,7 +185,7 @@ def _fake_forward(call):
     if save == "grads":
         gradients = _fake_gradients(call, options, description)
     of_outputs = {**gradients._asdict(), "saved": saved, "class_logits": logits, "top_classes": top}
-    return calls.ForwardOutputs(**of_loss, **of_outputs)
+    return calls.ForwardOutputs(**loss_outputs, **of_outputs)
 
 
 def check_operands(input, linear_weight, linear_bias=None):

@@ -29,7 +29,7 @@ _OF_LOGITS = table.defaults(table.LogitsOptions)
 _DEFAULT_TORCH_FUNCTION = torch.Tensor.__torch_function__.__func__
 _SCHEMAS = {**table.OPTIONS, **table.TEACHER_OPTIONS}
 _IN_SCHEMA = {name for name, option in _SCHEMAS.items() if option.schema}
-# Those that may have a value for each row, and the operators' argument for it.
+# {an option that may be a tensor with a value for each row: the operators' argument for that}
 _ARGUMENT_OF = {option: argument for argument, option in operators.OPTION_OF.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 OF_LINEAR = ("input", "linear_weight", "target")

@@ -85,14 +85,14 @@ def _accuracy(target, ignored, predictions, valid, bound):
     return accuracy.masked_fill(valid > bound, math.nan)
 
 
-def _z_loss(packed, lse, of_loss, ignored, valid):
+def _z_loss(packed, lse, loss_tensors, ignored, valid):
     """The z-loss's part of the loss. lse: of each row, (...); `valid`: the number of valid rows."""
     rows = packed.z_loss * lse.detach().square()
-    if of_loss.token_weight is not None:
-        rows = rows * of_loss.token_weight.to(rows.dtype)
+    if loss_tensors.token_weight is not None:
+        rows = rows * loss_tensors.token_weight.to(rows.dtype)
         rows = rows if ignored is None else rows.masked_fill(ignored, 0.0)
     if packed.reduction == "mean":
-        return mean_of(rows.sum(), valid, of_loss.num_items)
+        return mean_of(rows.sum(), valid, loss_tensors.num_items)
     return rows.sum() if packed.reduction == "sum" else rows
 
 
@@ -104,11 +104,11 @@ def mean_of(total, valid, num_items):
     return total * torch.where(count == 0, of_none, 1.0 / count)
 
 
-def results(packed, outputs, target, of_loss, rows):
+def results(packed, outputs, target, loss_tensors, rows):
     """The loss, or a LinearCrossEntropyOutput if more outputs are wanted.
 
-    packed: packing.PackedOptions; outputs: calls.ForwardOutputs; target: after the shift; of_loss:
-    composite.LossTensors; rows: as in calls.OperatorOptions.
+    packed: packing.PackedOptions; outputs: calls.ForwardOutputs; target: after the shift;
+    loss_tensors: composite.LossTensors; rows: as in calls.OperatorOptions.
     """
     if take_none_counted() and has_values(target):
         _warn_of_no_label(packed.ignore_index)
@@ -117,10 +117,10 @@ def results(packed, outputs, target, of_loss, rows):
         return outputs.loss
     wanted, values = packed.wanted, _row_values(packed, outputs, target)
     if wanted.accuracy or wanted.z_loss:
-        values |= _row_means(packed, outputs, target, of_loss, rows)
+        values |= _row_means(packed, outputs, target, loss_tensors, rows)
     if has_classes:
         tail_lse = values.get("tail_lse")
-        values |= _class_values(packed, outputs, of_loss.temperature, target, tail_lse)
+        values |= _class_values(packed, outputs, loss_tensors.temperature, target, tail_lse)
     return LinearCrossEntropyOutput(outputs.loss, **values)
 
 
@@ -131,7 +131,7 @@ def _warn_of_no_label(ignore_index):
     )
 
 
-def _row_means(packed, outputs, target, of_loss, rows):
+def _row_means(packed, outputs, target, loss_tensors, rows):
     """The wanted ones of accuracy and z_loss, by name."""
     values, ignored = {}, None
     if not target.is_floating_point():
@@ -140,7 +140,7 @@ def _row_means(packed, outputs, target, of_loss, rows):
     if packed.wanted.accuracy:
         values["accuracy"] = _accuracy(target, ignored, outputs.predictions, valid, rows)
     if packed.wanted.z_loss:
-        values["z_loss"] = _z_loss(packed, _lse_of(outputs, target), of_loss, ignored, valid)
+        values["z_loss"] = _z_loss(packed, _lse_of(outputs, target), loss_tensors, ignored, valid)
     return values
 
 

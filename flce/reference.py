@@ -93,8 +93,8 @@ def as_logits(
     if adapter_weight is not None:
         rows = ignored_rows(target, ignore_index).unsqueeze(-1)
         logits = logits + F.linear(adapter_input.masked_fill(rows, 0.0), adapter_weight)
-    of_loss = {"weight": weight, "ignore_index": ignore_index, **loss}
-    return {"logits": logits, "target": target, **of_loss}
+    loss_options = {"weight": weight, "ignore_index": ignore_index, **loss}
+    return {"logits": logits, "target": target, **loss_options}
 
 
 @overload

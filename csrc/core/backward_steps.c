@@ -30,7 +30,7 @@ flce_status flce_recompute_logits(const execution* e, const chunk* c) {
 /* Writes c->out. Form exp: E alone. A row's factor with all its upstream gradients is in coef, by
  * which x and the result of dX's GEMM are multiplied (enum flce_form), so what is stored does not
  * depend on them. Form dz: dz itself, by coef. `call` says what c->z holds. */
-static flce_status write_gradient(const execution* e, const chunk* c, flce_grad_rows_args call) {
+static flce_status write_exp_or_dz(const execution* e, const chunk* c, flce_grad_rows_args call) {
   flce_rows rows = rows_of(e, c);
   set_out(&rows, &c->out);
   rows.coef = e->plan->form == FLCE_FORM_EXP ? NULL : c->coef;
@@ -46,13 +46,13 @@ static flce_status write_gradient(const execution* e, const chunk* c, flce_grad_
 
 flce_status flce_exp_or_dz(const execution* e, const chunk* c) {
   if (e->problem->shape.vocab == 0) return FLCE_OK;
-  return write_gradient(e, c, (flce_grad_rows_args){.scale = 1.0});
+  return write_exp_or_dz(e, c, (flce_grad_rows_args){.scale = 1.0});
 }
 
 flce_status flce_dz_of_saved(const execution* e, const chunk* c) {
   const flce_plan* plan = e->plan;
   if (plan->form == FLCE_FORM_EXP || e->problem->shape.vocab == 0) return FLCE_OK;
-  return write_gradient(
+  return write_exp_or_dz(
       e, c, (flce_grad_rows_args){.scale = saved_exp_scale(plan), .z_is_exp = plan->saves_exp});
 }
 

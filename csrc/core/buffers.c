@@ -188,7 +188,7 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
   const bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   /* Before grad_output is known, the loss scale does what this one does. */
   const bool scales_dz = plan->dtype == FLCE_F16 && !exp_form && pass == BACKWARD;
-  const int64_t scale = 4 + (wants_db ? gradient_rows(plan) : 0);
+  const int64_t scale = FLCE_DZ_SCALE_NUMBERS + (wants_db ? gradient_rows(plan) : 0);
   const bool sums_columns = smooth || (wants_db && !gradients_are_sampled(plan));
   const table_row rows[] = {
       {FLCE_BUF_COEF, true, pass, FLCE_COEF_COUNT * problem->shape.tokens * stat},

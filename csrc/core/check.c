@@ -46,7 +46,9 @@ static flce_status check_dtype(const char* name, flce_dtype got, flce_dtype own,
 
 flce_status flce_check_loss(const flce_problem* problem) {
   const flce_loss* loss = &problem->loss;
-  const char* whose = problem->divergence.kind && !problem->divergence.teacher ? "teacher_" : "";
+  /* The problem of a divergence's teacher has no teacher of its own. */
+  bool is_teacher = problem->divergence.kind && !problem->divergence.teacher;
+  const char* whose = is_teacher ? "teacher_" : "";
   char text[32];
   double value;
 #define FLCE_CHECK(name, in_range, expected)                                                 \

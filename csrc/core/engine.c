@@ -299,7 +299,7 @@ static flce_status forward(const execution* e) {
     case FLCE_SAVE_LOGITS:
       return forward_logits(e);
     case FLCE_SAVE_GRADS:
-      if (!wants_gradients(e))
+      if (!wants_gradients(e)) /* only with flce_plan_make: flce_plan_call plans SAVE_NOTHING */
         return plan->is_divergence ? forward_divergence(e) : forward_loss_only(e);
       if (plan->draws_from_dz) return forward_divergence_samples(e);
       if (plan->is_divergence) return forward_divergence_grads(e);

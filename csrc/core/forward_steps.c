@@ -68,7 +68,7 @@ static const void* loss_factor(const execution* e) {
 }
 
 /* Whether fused_statistics computes coef, too, where the forward makes gradients (else c->coef is
- * NULL): they do not follow from statistics of this rank's classes alone. */
+ * NULL). Not with ranks: coef needs the statistics of all classes. */
 static bool fuses_coefficients(const execution* e) {
   return e->plan->fuses_rows && !e->shard;
 }
@@ -126,6 +126,7 @@ flce_status flce_save_exp(const execution* e, const chunk* c) {
     return FLCE_OK;
   flce_rows rows = flce_local_rows(e, c);
   set_out(&rows, &c->out);
+  /* Without rows.coef grad_rows writes E. */
   CALL(e, grad_rows, &(flce_grad_rows_args){.rows = &rows, .scale = saved_exp_scale(plan)});
   return FLCE_OK;
 }

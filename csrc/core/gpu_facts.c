@@ -72,13 +72,14 @@ static bool has_scaled_logits(const flce_problem* p) {
  * cuda/rows/row.cuh names. */
 static bool suits_fused_gemm(const flce_problem* p) {
   if (p->has.unaligned_operand) return false; /* TMA reads from multiples of 16 bytes */
-  if (!p->has.probabilities) return true;     /* kGeneral has every option for class targets */
+  if (!p->has.probabilities) return true;     /* kGeneral, the general version, has every option */
   /* kSoft, the version for probabilities, has no other option than a bias. */
   return has_scaled_logits(p) && !p->has.class_weight && !p->has.temperature;
 }
 
-/* Whether kScaled, the version that packs, implements one of a divergence's two logits GEMMs: it is
- * compiled for class targets and has no other option than a bias and a factor of z for each row. */
+/* Whether kScaled, the version whose l is a factor of each row times z, implements one of a
+ * divergence's two logits GEMMs. It alone packs the logits of both; it is for class targets and has
+ * no other option than a bias. */
 static bool suits_packing_kernel(const flce_problem* p) {
   return has_scaled_logits(p) && !p->has.probabilities;
 }

@@ -62,7 +62,7 @@ flce_status flce_dx_gemm(const execution* e, const chunk* c) {
   return accumulate(e, gemm, e->plan->dx_piece_rows);
 }
 
-/* Whether flce_finish_dx writes scaled_input, too: it reads x and its factors anyway. With blocks
+/* Whether flce_finish_dx writes c->scaled_x, too: it reads x and its factors anyway. With blocks
  * of classes scaled_x is needed before dX is finished or, with dX first, for other rows. */
 static bool dx_scales_input(const execution* e) {
   return e->plan->form == FLCE_FORM_EXP && e->problem->wants.grad_input &&
@@ -126,7 +126,7 @@ static bool sums_in_callers(const execution* e) {
 /* The weights of the chunk's rows of E or dz in db, [rows] stat dtype; NULL for ones. */
 static flce_status row_weights(const execution* e, const chunk* c, const void** weights) {
   const float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
-  *weights = scale ? scale + 4 : NULL;
+  *weights = scale ? scale + FLCE_DZ_SCALE_NUMBERS : NULL;
   if (e->plan->form != FLCE_FORM_EXP) return FLCE_OK;
   *weights = coef_row(e, c, FLCE_COEF_EXP);
   if (!e->plan->gathers) return FLCE_OK;

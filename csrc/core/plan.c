@@ -123,8 +123,8 @@ static bool fused_gemm_serves(const flce_problem* problem, const flce_facts* fac
   if (again && problem->has.probabilities) return false;
   /* Another GEMM computes the logits that dz is made of, in float32: exact enough. */
   if (again && !reads_more_than_statistics) return true;
-  /* With dX first the forward reads logits, too. gemm_adds_bias holds for fused_logits and for the
-   * GEMM that computes the logits again, so both must be able to. */
+  /* With dX first the forward reads logits, too. plan->gemm_adds_bias is one flag for fused_logits,
+   * which adds the bias, and for the GEMM that computes the logits again, which then has to. */
   if (again && problem->has.bias && !facts->gemm_adds_bias) return false;
   /* save=logits then keeps E, which a row pass makes from the logits of the statistics. */
   bool saves_e = plan->strategy == FLCE_SAVE_LOGITS && !needs_logits(problem);

@@ -87,20 +87,21 @@ static flce_status make_with_teacher(const flce_backend* backend, const flce_pro
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* caller_problem,
                            flce_plan* plan) {
   FLCE_TRY(flce_check_problem(caller_problem));
-  /* equal: without ranks the problem itself */
-  flce_problem problem = *caller_problem, equal = flce_equal_share(caller_problem);
+  /* share: of a rank, if all have as many classes; without ranks the problem itself. */
+  flce_problem problem = *caller_problem, share = flce_equal_share(caller_problem);
   flce_facts facts = {0};
   flce_strategies strategies;
-  /* The facts depend on whether gradients are sampled. */
-  equal.save = flce_known_strategy(caller_problem);
-  FLCE_TRY(ask_facts(backend, &equal, &facts));
-  flce_choose_strategies(&equal, &facts, &strategies);
-  problem.save = equal.save = flce_strategy_of(&strategies, problem.shape.rows);
+  /* ask_facts reads `save` to know whether gradients are sampled. FLCE_SAVE_AUTO becomes a strategy
+   * below, from the facts. */
+  share.save = flce_known_strategy(caller_problem);
+  FLCE_TRY(ask_facts(backend, &share, &facts));
+  flce_choose_strategies(&share, &facts, &strategies);
+  problem.save = share.save = flce_strategy_of(&strategies, problem.shape.rows);
   FLCE_TRY(flce_check_save(&problem));
   if (!flce_is_sharded(&problem)) return make_with_teacher(backend, &problem, &facts, plan);
   /* The ranks have to run the same loops: what follows from sizes is planned for equal shares. */
-  equal.derived.gathers = facts.skips_rows;
-  FLCE_TRY(flce_plan_checked(&equal, &facts, plan));
+  share.derived.gathers = facts.skips_rows;
+  FLCE_TRY(flce_plan_checked(&share, &facts, plan));
   problem.derived.gathers = plan->gathers;
   problem.derived.chunk_rows = plan->chunk_rows;
   problem.derived.block_rows = plan->block_rows;

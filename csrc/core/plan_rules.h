@@ -39,9 +39,9 @@ static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab
 }
 /* True if the forward's loop over chunks needs only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
-  bool for_gradients = recomputes_logits(plan) && !plan->dx_first;
-  bool keeps_nothing = plan->strategy == FLCE_SAVE_NOTHING || for_gradients;
-  return keeps_nothing && !plan->finds_classes && !plan->sums_tail && !plan->is_divergence;
+  bool computed_again = recomputes_logits(plan) && !plan->dx_first; /* for the gradients */
+  bool keeps_no_logits = plan->strategy == FLCE_SAVE_NOTHING || computed_again;
+  return keeps_no_logits && !plan->finds_classes && !plan->sums_tail && !plan->is_divergence;
 }
 /* True if gradients are gathered by the rows' lists of samples, not made by GEMMs: of E, with
  * save=samples, or of a sampled divergence's dz. */

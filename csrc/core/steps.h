@@ -11,7 +11,7 @@
 
 /* ---- operands ---- */
 
-/* x (if the call reads it), W and b (if it reads that) in the plan's dtypes and leading dimensions.
+/* W, with reads_input x and with reads_bias b, in the plan's dtypes and leading dimensions.
  * `e` has the backend, the pass, the shard_call with its comm, and the caller's problem, plan and
  * tensors. */
 flce_status flce_open_operands(execution* e, bool reads_input, bool reads_bias);

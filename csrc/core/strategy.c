@@ -38,8 +38,8 @@ flce_save flce_known_strategy(const flce_problem* problem) {
 /* The forward must not make gradients in four cases:
  * - the losses of rows are not reduced, so each has a grad_output of its own;
  * - the backward adds dW to the caller's gradient;
- * - in a compiled graph lse, entropy or logits of classes may be differentiated: where they are
- *   not, its backward gets zeros as their gradients, and would compute all gradients again;
+ * - in a compiled graph lse, entropy or logits of classes may be differentiated. Its backward gets
+ *   zeros, not NULL, as the gradient of one that is not, and would compute all gradients again;
  * - float16, with probabilities, which need not be normalized, or a large z-loss: no bound of the
  *   gradients is known, and without one they may exceed its range. */
 static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
@@ -68,6 +68,7 @@ static flce_strategies choose_by_rows(const flce_problem* problem, const flce_fa
       problem->shape.vocab * problem->shape.hidden * flce_size_of(logits_plan.dtype);
   bool makes_for_small = gpu && may_make && weight_bytes <= SMALL_WEIGHT_BYTES;
   int64_t saved_row = logits_plan.saved_pitch * flce_size_of(logits_plan.saved_dtype);
+  /* memory.kept is the larger bound: where gradients in the forward are no alternative. */
   int64_t rows_to_keep =
       rows_in(only_loss_differentiable ? problem->memory.bound : problem->memory.kept, saved_row);
   int64_t rows_of_one_chunk =

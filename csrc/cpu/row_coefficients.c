@@ -125,7 +125,7 @@ flce_status flce_cpu_scale_coefficients(void* self, const flce_rows* rows, void*
     for (int64_t c = 0; i >= 0 && c < FLCE_COEF_COUNT; c++)
       if (c != FLCE_COEF_VALID) values[c * rows->stat_pitch + i] *= (float)u;
   }
-  for (int64_t k = 0; k < 4 + weights; k++) scale[k] = (float)(1.0 / u);
+  for (int64_t k = 0; k < FLCE_DZ_SCALE_NUMBERS + weights; k++) scale[k] = (float)(1.0 / u);
   scale[1] = scale[3] = 0.0f;
   scale[2] = 1.0f;
   return FLCE_OK;

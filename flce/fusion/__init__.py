@@ -7,7 +7,7 @@ values        what such a Tensor stands for, and how real values are made; eager
 operations    the table of functions that deferred logits record or answer
 steps         the record of these functions, and what it means as options of flce
 replacements  whether those functions are torch's own
-loss          calls of flce, inside the heads' Modules
+loss          calls of flce, where the heads' weights are whole
 reentry       where the weights of heads are whole; sharded: heads of transformers' TP
 backward      the autograd nodes; gradient: the gradient of deferred logits
 

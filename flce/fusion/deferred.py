@@ -181,6 +181,7 @@ def handle_with_graph(function, args, kwargs, handle):
     (operand,) = operands
     replaced_call = ReplacedCall(function, args, kwargs, operand._flce)
     paths_to_heads = None
+    # The forms of a product or a difference: their values may reach one head on two paths.
     if operand._flce.record.form() in (steps.P_LOG_P, steps.P_Z, steps.KL):
         with torch_private.without_torch_function():
             paths_to_heads = count_paths_to_heads(operand.grad_fn)

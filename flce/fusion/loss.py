@@ -1,4 +1,5 @@
-"""Losses of deferred logits, by calls of flce inside the heads' Modules."""
+"""Losses of deferred logits, by calls of flce where the weights of the heads are whole
+(reentry.py)."""
 
 import functools
 import inspect
@@ -21,7 +22,7 @@ _PARAMETERS = tuple(inspect.signature(F.cross_entropy).parameters)
 
 def _unsupported(record, fuse_options, has_probabilities=False):
     """Why flce cannot compute a loss of the record with these options of flce.fuse, or None. To be
-    asked inside the Modules' hooks, where a sharded weight is whole."""
+    asked where the weights are whole."""
     sources = record.sources
     for source in sources:
         (weight, _), x, is_sharded = source.parameters(), source.x, sharded.is_sharded(source)
@@ -39,7 +40,7 @@ def _unsupported(record, fuse_options, has_probabilities=False):
     return None
 
 
-def _run_in_heads(deferred, record, run):
+def _run_with_whole_weights(deferred, record, run):
     """run(sources of the record), where the weights are whole and in the modes of the head's
     call. Raises Unknown where `run` returns None, which means that real logits are needed."""
     head_call = deferred.head_call
@@ -77,7 +78,7 @@ def _cross_entropy_by_flce(deferred, record, target, options, dropped=()):
         head_call.fusion.note_loss(steps.hashable_steps(record))
         return result
 
-    return _run_in_heads(deferred, record, run)
+    return _run_with_whole_weights(deferred, record, run)
 
 
 def cross_entropy(function, deferred, args, kwargs):
@@ -234,4 +235,4 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
         run_with_student = functools.partial(run, student_sources)
         return with_whole_weights(teacher.record.sources, run_with_student)
 
-    return _run_in_heads(student, student.record, run_in_teacher)
+    return _run_with_whole_weights(student, student.record, run_in_teacher)

@@ -21,7 +21,8 @@ from .steps import KL, LOG_P, P_LOG_P, P_Z, SECOND, SPLIT, P, require
 from .values import deferred_value_of
 
 HANDLERS = {}  # {(form of the Record, function): (handler, number of arguments or None)}
-_ROWS = (None, LOG_P, P, P_LOG_P, P_Z)  # of one head's logits with the classes last
+# Forms of one head's logits with the classes last; None: the logits themselves.
+_ROW_FORMS = (None, LOG_P, P, P_LOG_P, P_Z)
 _PRODUCTS = {frozenset((P, LOG_P)): P_LOG_P, frozenset((P, None)): P_Z}
 
 
@@ -44,8 +45,8 @@ def handles(names, arity=None, forms=(None,)):
 _DIVISIONS = {torch.Tensor.div, torch.div, torch.Tensor.true_divide, torch.true_divide}
 
 
-@handles("neg negative", 1, _ROWS)
-@handles("mul multiply div true_divide", 2, _ROWS)
+@handles("neg negative", 1, _ROW_FORMS)
+@handles("mul multiply div true_divide", 2, _ROW_FORMS)
 def _scale(function, deferred, args, kwargs):
     record, number = deferred.record, args[1] if len(args) > 1 else -1
     if (other := deferred_value_of(number)) is not None and function not in _DIVISIONS:
@@ -131,7 +132,7 @@ def _sum_of_products(deferred, other):
     return deferred.summed(other, head_call, total)
 
 
-@handles("to type_as float double half bfloat16", forms=_ROWS)
+@handles("to type_as float double half bfloat16", forms=_ROW_FORMS)
 def _cast(function, deferred, args, kwargs):
     """Casts of the logits become casts of the loss, which is computed in float32 at least, so
     one to float64 is not deferred. One to the own dtype is the same object, as of real tensors."""
@@ -148,7 +149,7 @@ def _cast(function, deferred, args, kwargs):
     )
 
 
-@handles("contiguous clone detach", 1, _ROWS)
+@handles("contiguous clone detach", 1, _ROW_FORMS)
 def _copy(function, deferred, args, kwargs):
     if function is torch.Tensor.contiguous and deferred.meta_tensor().is_contiguous():
         return args[0]
@@ -163,7 +164,7 @@ def _copy(function, deferred, args, kwargs):
         return deferred.then(deferred.record, torch.Tensor.detach)
 
 
-@handles("view reshape flatten squeeze unsqueeze", forms=_ROWS)
+@handles("view reshape flatten squeeze unsqueeze", forms=_ROW_FORMS)
 def _reshape(function, deferred, args, kwargs):
     """Another shape of the rows, or classes that are split into groups of equal size."""
     record, old = deferred.record, deferred.record.shape
@@ -211,7 +212,7 @@ def _split_index(index, dims):
     return index[:-1], index[-1]
 
 
-@handles("__getitem__", forms=(*_ROWS, SPLIT))
+@handles("__getitem__", forms=(*_ROW_FORMS, SPLIT))
 def _select(function, deferred, args, kwargs):
     """Rows, and a range of the classes, or of those of one group."""
     record, index = deferred.record, args[1]
@@ -240,7 +241,7 @@ def _select(function, deferred, args, kwargs):
     return deferred.then(record, None if tensors else lambda z: z[index])
 
 
-@handles("split chunk unbind __iter__", forms=_ROWS)
+@handles("split chunk unbind __iter__", forms=_ROW_FORMS)
 def _pieces_of_first_dimension(function, deferred, args, kwargs):
     record, at = deferred.record, 2 if function.__name__ in ("split", "chunk") else 1
     require(len(record.shape) > 1 and (args[at:] or (kwargs.get("dim", 0),)) == (0,))

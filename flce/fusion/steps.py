@@ -91,7 +91,7 @@ class Rows:
 
     def lookup(self, key):
         """The statistic by this key, or None; one with a name also as a selection of the parent's.
-        The number of a target means another target there."""
+        A target's key is a number that each Rows gives out itself: another target's there."""
         values = self.statistics.get(key)
         if values is None and self.parent_record is not None and isinstance(key, str):
             values = self.parent_record.rows.lookup(key)

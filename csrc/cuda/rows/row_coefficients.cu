@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kScaleThreads)
       if (which != FLCE_COEF_VALID) coef[which * r.stat_pitch + ref.at] *= u;
     }
   }
-  for (int64_t i = threadIdx.x; i < 4 + weights; i += kScaleThreads) {
+  for (int64_t i = threadIdx.x; i < FLCE_DZ_SCALE_NUMBERS + weights; i += kScaleThreads) {
     scale[i] = i == 2 ? 1.0f : i == 1 || i == 3 ? 0.0f : 1 / u;
   }
 }
