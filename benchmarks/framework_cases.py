@@ -3,6 +3,7 @@ docs/frameworks says. Models, tokens and tokenizers are made here; nothing is do
 
 import contextlib
 import gc
+import sys
 import time
 import types
 import unittest.mock
@@ -406,10 +407,8 @@ CASES = {
 def measured(run):
     """The result of a Run: losses, gradient norms, ms of each step, peak of memory over what was
     there before, what flce did."""
-    if run.case != "fsdp2":
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
+    if accelerate := sys.modules.get("accelerate.state"):  # of the run before
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
     gc.collect()
     before = None
     if run.device == "cuda":

@@ -255,7 +255,7 @@ HEADINGS += ("ms a step, without to with flce", "peak GB, without to with flce")
 def cells(row, found):
     case, plain, ours = CASES[row["case"]], row["plain"], row["flce"]
     version = found.get(case.package, "").partition("+")[0]
-    title = f"{case.title} ({case.package} {version})"
+    title = f"{case.title} ({' '.join(filter(None, (case.package, version)))})"
     title += f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
     failed = [
         f"{name}: {one['failed'].splitlines()[0]}"
@@ -277,7 +277,8 @@ def table(record):
     """Markdown."""
     found = {**record["versions"], "torch": record["machine"]["torch"]}
     lines = [HEADINGS, ["---"] * len(HEADINGS), *(cells(row, found) for row in record["rows"])]
-    return "\n".join(f"| {' | '.join(one)} |" for one in lines)
+    escaped = ([cell.replace("|", "\\|") for cell in one] for one in lines)
+    return "\n".join(f"| {' | '.join(one)} |" for one in escaped)
 
 
 def parse_options():

@@ -19,6 +19,7 @@ from . import (
     sharding,
     validate,
 )
+from ._C import take_none_counted
 from .accumulate import Accumulator
 from .modes import autocast_code, has_values, is_traced
 from .options import (
@@ -221,13 +222,14 @@ def linear_cross_entropy_of(
         # The backward of the graph is fixed when it is traced, its number of rows is not: "auto" is
         # decided here, so that every run saves the same outputs.
         call = call._replace(options=fakes.with_strategy(call))
-    outputs = calls.run(call)
+    # At once: a hook of saved tensors may make another call.
+    outputs, none_counted = calls.run(call), take_none_counted()
     if any(wanted):
         names = _differentiable_outputs(packed, has_class_logits)
         outputs = autograd.with_forward_graph(
             call, outputs, graph_inputs, names, owned=True, accumulator=accumulator
         )
-    return results(packed, outputs, target, loss_tensors, rows)
+    return results(packed, outputs, target, loss_tensors, rows, none_counted)
 
 
 def _differentiable_outputs(packed, has_classes=False):
@@ -265,10 +267,11 @@ def cross_entropy_of(logits, target, options):
         packed.integers(CallContext(gradients=WantedGradients(grad_input=wants_gradient))),
         packed.numbers,
     )
-    outputs = calls.run(call)
+    # At once: a hook of saved tensors may make another call.
+    outputs, none_counted = calls.run(call), take_none_counted()
     if wants_gradient:
         outputs = autograd.with_logits_graph(call, outputs, _differentiable_outputs(packed))
-    return results(packed, outputs.of_forward(), target, loss_tensors, rows=None)
+    return results(packed, outputs.of_forward(), target, loss_tensors, None, none_counted)
 
 
 def _kernel_of(function, names, gives_outputs):

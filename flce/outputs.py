@@ -6,7 +6,6 @@ import math
 import torch
 
 from . import calls, fakes, operators, reference, torch_private, validate
-from ._C import take_none_counted
 from .modes import has_values, is_traced
 from .options import LinearCrossEntropyOutput
 
@@ -104,13 +103,14 @@ def mean_of(total, valid, num_items):
     return total * torch.where(count == 0, of_none, 1.0 / count)
 
 
-def results(packed, outputs, target, loss_tensors, rows):
+def results(packed, outputs, target, loss_tensors, rows, none_counted):
     """The loss, or a LinearCrossEntropyOutput if more outputs are wanted.
 
     packed: packing.PackedOptions; outputs: calls.ForwardOutputs; target: after the shift;
-    loss_tensors: composite.LossTensors; rows: as in calls.OperatorOptions.
+    loss_tensors: composite.LossTensors; rows: as in calls.OperatorOptions; none_counted: whether
+    the loss is a mean over no row, as all labels are ignored, if that is known.
     """
-    if take_none_counted() and has_values(target):
+    if none_counted and has_values(target):
         _warn_of_no_label(packed.ignore_index)
     has_classes = outputs.class_logits is not None
     if not packed.wants_outputs and not has_classes:

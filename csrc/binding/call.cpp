@@ -197,12 +197,12 @@ void bind_rows(std::optional<int64_t> rows, Call* call) {
 
 thread_local bool none_counted = false; /* what take_none_counted returns */
 
-/* `valid`: the rows that are not ignored. Not with num_items, which may count the rows of other
- * micro-batches too. */
-void note_none_counted(int64_t valid, const Call& call) {
+/* Call::none_counted. `valid`: the rows that are not ignored. Not with num_items, which may count
+ * the rows of other micro-batches too. */
+bool counts_none(int64_t valid, const Call& call) {
   const flce_problem& problem = call.problem;
   bool is_mean = problem.reduction == FLCE_MEAN && !call.tensors.num_items;
-  none_counted = is_cpu(call) && is_mean && valid == 0 && problem.shape.tokens > 0;
+  return is_cpu(call) && is_mean && valid == 0 && problem.shape.tokens > 0;
 }
 
 /* Checks num_items, where the call divides by it, against the rows that are not ignored. `items`:
@@ -398,13 +398,17 @@ Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs
   bind_loss(loss, classes, first, &call);
   bind_rows(arguments.rows, &call);
   if (is_cpu(call)) check_items(call.tensors.num_items, problem->shape.rows, *problem);
-  note_none_counted(problem->shape.rows, call);
+  call.none_counted = counts_none(problem->shape.rows, call);
   check_values(loss, call);
   return call;
 }
 
 bool take_none_counted() {
   return std::exchange(none_counted, false);
+}
+
+void report_none_counted(const Call& call) {
+  none_counted = call.none_counted;
 }
 
 Call make_teacher(const Teacher& given, const PackedOptions& options, const Call& student) {
@@ -455,7 +459,7 @@ Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOption
   if (is_cpu(call) && !problem->has.probabilities)
     valid = valid_rows(call.tensors.target, *problem);
   if (is_cpu(call)) check_items(call.tensors.num_items, valid, *problem);
-  note_none_counted(valid, call);
+  call.none_counted = counts_none(valid, call);
   check_values(loss, call);
   return call;
 }

@@ -44,6 +44,7 @@ struct Call {
   bool allow_tf32 = false;
   std::vector<int64_t> shape; /* of the target: input's without its last dimension */
   int64_t saved_rows = 0;     /* rows of what save=logits and save=samples keep */
+  bool none_counted = false;  /* on a CPU: a mean over no row, because all targets are ignored */
   std::vector<Tensor> kept;
   OptionalTensor teacher_input; /* of a divergence: the teacher's x, as the core reads it */
 
@@ -63,9 +64,10 @@ struct Call {
 Call make_call(const Operands& operands, const LossTensors& loss, const CallArgs& arguments);
 Call make_call(const Tensor& logits, const LossTensors& loss, const PackedOptions& options);
 
-/* Whether the last call that this thread has made on a CPU was a mean over no row, because all
- * targets are ignored; false after a call elsewhere, and when asked again. */
+/* Whether the last forward of this thread was a mean over no row, as far as is known without
+ * waiting (Call::none_counted); false when asked again. report_none_counted: of a forward. */
 bool take_none_counted();
+void report_none_counted(const Call& call);
 
 /* The teacher's part of the call of a divergence. */
 Call make_teacher(const Teacher& given, const PackedOptions& options, const Call& student);

@@ -156,7 +156,9 @@ ForwardResult forward(Tensor input, Tensor linear_weight, Tensor target, Optiona
   flce_plan plan = device.plan(call.problem);
   bind_seed(seed, plan, &call);
   try {
-    return run_forward(device, plan, input, group, &call);
+    ForwardResult result = run_forward(device, plan, input, group, &call);
+    report_none_counted(call);
+    return result;
   } catch (const Failure& failure) {
     rethrow_with_advice(failure, device, call.problem, plan);
   }
@@ -378,6 +380,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor> cross_entropy_forward(
   Tensor workspace = allocate_workspace(device, flce_cross_entropy_workspace_bytes(&call.problem),
                                         "workspace", &call);
   check(flce_cross_entropy_forward(device.table(), &call.problem, &call.tensors));
+  report_none_counted(call);
   return {loss, *made.stats, *made.scalars, made.predictions};
 }
 

@@ -410,6 +410,18 @@ def test_what_does_not_warn(function, fresh):
         function()
 
 
+def test_a_call_by_a_hook_of_saved_tensors_takes_no_warning(fresh):
+    x = X.clone().requires_grad_()
+
+    def pack(tensor):
+        flce.linear_cross_entropy(X, W, Y)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with pytest.warns(UserWarning, match=EVERY):
+            flce.linear_cross_entropy(x, W, Y * 0 - 100)
+
+
 def test_a_compiled_call_leaves_no_warning_to_the_next_one(fresh):
     compiled = torch.compile(flce.linear_cross_entropy, backend="aot_eager")
     with warnings.catch_warnings():

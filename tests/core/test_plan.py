@@ -294,13 +294,22 @@ def held_dtype(case, attribute):
     return case.dtype if attribute == "grad" else wide
 
 
-def fused_scratch(case, rows):
-    """Bytes that oneDNN takes from torch's allocator, in addition to results, for the three
-    bfloat16 GEMMs of `rows` tokens. They grow with the number of threads and are not in the
-    plan."""
+def gemm_scratch(case, plan):
+    """Bytes that oneDNN takes from torch's allocator, in addition to results, for the bfloat16
+    GEMMs of the plan: of a chunk of each pass, and of a block. They grow with the number of threads
+    and are not in the plan."""
     if case.dtype != torch.bfloat16 or case.input.is_cuda:
         return 0
-    x, w = case.input[:rows], case.linear_weight
+    sizes = {
+        (rows, len(case.linear_weight)) for rows in (plan.chunk_rows, plan.backward_chunk_rows)
+    }
+    if plan.block_classes:
+        sizes.add((plan.block_rows, plan.block_classes))
+    return max(scratch_of_gemms(case, *size) for size in sizes if size[0])
+
+
+def scratch_of_gemms(case, rows, classes):
+    x, w = case.input[:rows], case.linear_weight[:classes]
     z = torch.randn(len(x), len(w)).bfloat16()
     dx, dw = torch.empty_like(x), torch.zeros_like(w)
     products = (
@@ -317,7 +326,7 @@ def check_peaks(
 ):
     """Bytes of a step (and forward): within 2 % of the plan's plus the scratch of the GEMMs."""
     plan = plan_of(case, device, wants, accumulate_into=attribute, **(of_plan or {}), **knobs)
-    scratch = fused_scratch(case, plan.chunk_rows)
+    scratch = gemm_scratch(case, plan)
     of_forward, of_step = peaks(case, wants, device, attribute, **knobs)
     for measured, planned in (
         (of_step, plan.peak_bytes),

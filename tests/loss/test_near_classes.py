@@ -97,11 +97,15 @@ class Near:
         """A bound of the rounding of float32 (float64) in each dz: relative to the probabilities of
         the class among all, among the ids, and among the others."""
         z = self.final_logits(self.x.double(), self.w.double())
-        stat = 2.0**-53 if self.dtype == torch.float64 else 2.0**-24
+        stat = self.unit()
         own = self.is_own(z, z.topk(self.count, dim=-1).indices if self.is_top else self.ids)
         parts = z, z.masked_fill(~own, -math.inf), z.masked_fill(own, -math.inf)
         probabilities = sum(part.softmax(-1).nan_to_num() for part in parts)
         return 16.0 * stat * (1.0 + z.abs().amax(-1, keepdim=True)) * probabilities
+
+    def unit(self):
+        """The rounding of the dtype in which sums are computed."""
+        return 2.0**-53 if self.dtype == torch.float64 else 2.0**-24
 
     def is_own(self, z, ids):
         """The mask (rows, V) of the ids."""
@@ -207,7 +211,9 @@ def check(near, seed):
     bound = 2.1 * own * true_dw.abs() + noise + tiny
     error = (dw.double() - true_dw).abs()
     assert not (~(error <= bound)).any(), f"{name}: dW {(error / bound).max():.2f} of its bound"
-    bound = (bound.T @ near.w.double().abs()) + 2.0 * own * true_dx.abs()
+    # dX's GEMM adds V products in float32 (float64), in any order.
+    sums = math.sqrt(near.vocab) * near.unit() * (true_dw.abs().T @ near.w.double().abs())
+    bound = (bound.T @ near.w.double().abs()) + 2.0 * own * true_dx.abs() + sums
     error = (dx.double() - true_dx).abs()
     assert not (~(error <= bound)).any(), f"{name}: dX {(error / bound).max():.2f} of its bound"
     most = 8.0 * noise.sum() + 1e-12
