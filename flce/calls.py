@@ -31,8 +31,8 @@ class OperatorOptions(typing.NamedTuple):
     rows: int | None
     integers: tuple
     numbers: tuple
-    # The default: the dispatcher leaves out trailing arguments that equal their defaults where it
-    # calls a Python kernel.
+    # group has a default because the dispatcher leaves out trailing arguments that equal their
+    # defaults where it calls a Python kernel.
     group: str | None = None
 
     def value(self, name):
@@ -66,8 +66,8 @@ class Teacher(typing.NamedTuple):
 
 class ForwardTensors(typing.NamedTuple):
     """What the backward needs of a forward call: its tensors, and of its outputs class_logits,
-    stats, scalars and what the strategy saved. weight: of the classes; here and below it has the
-    name that the operators' schemas give it. classes: those of class_logits."""
+    stats, scalars and what the strategy saved. weight: the class weights, by the name of
+    the operators' schemas, here and below. classes: those of class_logits."""
 
     input: MaybeTensor = None
     linear_weight: MaybeTensor = None

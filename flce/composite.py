@@ -175,6 +175,7 @@ def linear_cross_entropy_of(
     packed, tensors = split(options)
     if validate.transforms_are_on():
         validate.refuse_transforms(input, linear_weight, target, *tensors.values())
+    # weight_in_graph: the tensor that gets dW, with an adapter its weight.
     autocast, weight_in_graph, frozen_hidden = autocast_code(input.device), linear_weight, 0
     if "adapter_input" in tensors or "adapter_weight" in tensors:
         joined = adapter.joined(input, linear_weight, tensors, packed, autocast)
@@ -222,7 +223,7 @@ def linear_cross_entropy_of(
         # The backward of the graph is fixed when it is traced, its number of rows is not: "auto" is
         # decided here, so that every run saves the same outputs.
         call = call._replace(options=fakes.with_strategy(call))
-    # At once: a hook of saved tensors may make another call.
+    # take_none_counted directly after the operator: a hook of saved tensors may make another call.
     outputs, none_counted = calls.run(call), take_none_counted()
     if any(wanted):
         names = _differentiable_outputs(packed, has_class_logits)
@@ -267,7 +268,7 @@ def cross_entropy_of(logits, target, options):
         packed.integers(CallContext(gradients=WantedGradients(grad_input=wants_gradient))),
         packed.numbers,
     )
-    # At once: a hook of saved tensors may make another call.
+    # take_none_counted directly after the operator: a hook of saved tensors may make another call.
     outputs, none_counted = calls.run(call), take_none_counted()
     if wants_gradient:
         outputs = autograd.with_logits_graph(call, outputs, _differentiable_outputs(packed))

@@ -74,6 +74,7 @@ def with_strategy(call):
         (description.save_of_rows_to_keep, description.rows_to_keep),
         (description.save_of_one_chunk, description.one_chunk_rows),
     ):
+        # No guard on a symbolic number of rows where it would change nothing.
         if strategy != save and _is_at_most(rows, limit):
             save = strategy
     return call.options.replaced(save=save)

@@ -62,9 +62,10 @@ class PublicFunction(typing.NamedTuple):
 
 
 def _call(function, operands, options, caller=None):
-    """The loss, or the loss with the wanted outputs. `function`: a PublicFunction; `caller`: see
-    sharding.ShardedCall. A call whose operands and options are all plain tensors reaches `run`
-    without any of the helpers below; they serve the other calls."""
+    """The loss, or the loss with the wanted outputs. `function`: a PublicFunction; `caller`: of the
+    public function that is composed of this call, see sharding.ShardedCall, or None. A call whose
+    operands and options are all plain tensors runs none of the helpers below. A number among the
+    options takes _check_tensors."""
     if not function.options.keys() >= options.keys():
         table.check_names(function.operator, function.options, options)
     kinds = (*map(type, operands), *map(type, options.values()))

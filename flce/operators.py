@@ -38,7 +38,7 @@ def run(op, *args):
 def run_plain(op, *args, **kwargs):
     """Calls an operator, whose exceptions it translates. Which class an exception of C++ arrives as
     differs between versions of torch, so its text has the status (binding/errors.h: Failure)."""
-    read_environment()  # with the GIL: the operator has none and does not call getenv
+    read_environment()  # while this thread has the GIL: the operator must not call getenv
     try:
         with torch_private.below_autograd():
             return op(*args, **kwargs)

@@ -82,8 +82,8 @@ def default_memory(device):
 
 LAYOUT = 11  # raise it together with kLayout of csrc/binding/options.h
 # The names of both lists' slots, in order: FLCE_INTEGERS of csrc/binding/options.h, without the
-# layout at its end, and the numbers of that file. And FLCE_DIVERGENCES of csrc/problem.h: a
-# divergence is its index here, from 1 on.
+# layout at its end, and the numbers of that file. DIVERGENCES: the names of FLCE_DIVERGENCES of
+# csrc/problem.h; the number of one is 1 + its index.
 (*INTEGERS, _), NUMBERS, DIVERGENCES = (
     tuple(names.split()) for names in torch.ops.flce.option_names().split("/")
 )
@@ -92,8 +92,8 @@ WIDE_SUM_CHUNKS = torch.ops.flce.wide_sum_chunks()
 
 
 class Memory(typing.NamedTuple):
-    """In bytes, by the names of the options. In `memory` of csrc/problem.h max_memory is `bound`,
-    kept_memory `kept`, and bound_is_default has the same name."""
+    """Bounds in bytes: max_memory of the logits, kept_memory of what save="auto" may keep. In
+    `memory` of csrc/problem.h they are `bound` and `kept`; bound_is_default has the same name."""
 
     max_memory: int = 1 << 30
     kept_memory: int = 1 << 30

@@ -1,4 +1,5 @@
-/* The steps of a backward, in the order of a call; and that of a block of classes. */
+/* The steps of a backward, in the order of a call; and that of a block of classes.
+ * flce_row_coefficients is in shards.h; without ranks it calls the backend's function. */
 #include "core/backward_steps.h"
 
 #include "core/plan_rules.h"
@@ -14,6 +15,7 @@ flce_status flce_upstream_coefficients(const execution* e, const chunk* c) {
     upstream.tail = optional_ptr(upstream.tail, c->first, e->stat);
   }
   FLCE_TRY(flce_row_coefficients(e, c, &upstream, scalar(e, FLCE_SCALAR_INV_DENOM)));
+  /* In form dz and float16: coef is scaled up, and 1/u is db's weight of each row. */
   float* scale = buffer_ptr(e, FLCE_BUF_DZ_SCALE);
   if (!scale) return FLCE_OK;
   flce_rows rows = rows_of(e, c);
@@ -37,7 +39,7 @@ static flce_status write_exp_or_dz(const execution* e, const chunk* c, flce_grad
   rows.wants_entropy = e->tensors->grad_entropy != NULL;
   rows.has_tail_gradient = e->tensors->grad_tail != NULL;
   call.rows = &rows;
-  call.hide_target = true;
+  call.hide_target = true; /* E is 0 there: FLCE_COEF_TARGET has that term */
   CALL(e, grad_rows, &call);
   if (e->problem->backward.has_grad_classes)
     CALL(e, class_gradients, &rows, buffer_ptr(e, FLCE_BUF_DZ_SCALE));

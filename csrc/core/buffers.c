@@ -186,7 +186,7 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
   const unsigned pass = gradient_pass(plan);
   const bool exp_form = plan->form == FLCE_FORM_EXP, wants_db = problem->wants.grad_bias;
   const bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
-  /* Before grad_output is known, the loss scale does what this one does. */
+  /* In a forward the loss scale does what FLCE_BUF_DZ_SCALE does here. */
   const bool scales_dz = plan->dtype == FLCE_F16 && !exp_form && pass == BACKWARD;
   const int64_t scale = FLCE_DZ_SCALE_NUMBERS + (wants_db ? gradient_rows(plan) : 0);
   const bool sums_columns = smooth || (wants_db && !gradients_are_sampled(plan));

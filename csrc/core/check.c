@@ -100,6 +100,7 @@ static flce_status check_samples(const flce_problem* problem) {
   flce_save save = problem->save;
   bool sampled = flce_is_sampled(problem), unset = eps == 0.0 && !sampled;
   bool exact = save == FLCE_SAVE_LOGITS || save == FLCE_SAVE_GRADS || save == FLCE_SAVE_STATS;
+  /* A sampled divergence is drawn within save=grads (plan->draws_from_dz). */
   EXPECT(!sampled || !exact || problem->divergence.teacher,
          "save: expected \"auto\" with gradient=\"sampled\", got \"%s\"", flce_save_name(save));
   EXPECT(unset || (eps >= FLCE_LEAST_EPS && eps <= 1.0),

@@ -24,8 +24,8 @@ const gemm_tile flce_gemm_tiles[FLCE_GEMM_TILES] = {{128, 256, 1.0},  {256, 128,
 static const double kChunkEffort = 0x1p35, kRaggedEffort = 0x1p34;
 
 /* The logits GEMM of `rows` rows, in whole tiles of 128 x 192: those of FLCE_SM90 in
- * architectures.h, copied for the model of time. It has many waves, so the loss in
- * the last one is taken as its mean, half a wave. */
+ * architectures.h, copied for the model of time and used for every GPU. It has many waves, so the
+ * loss in the last one is taken as its mean, half a wave. */
 static double logits_effort(const flce_problem* problem, const flce_facts* facts,
                             const chunk_loop* loop, int64_t rows) {
   enum { COLUMNS = 192 };

@@ -29,8 +29,9 @@ flce_fused_call flce_fused_call_of(const execution* e, const chunk* c) {
   if (e->plan->form == FLCE_FORM_EXP) set_out(&call.rows, &c->out);
   call.rows.bias = e->bias;
   call.rows.teacher = c->packed_with;
-  /* flce_sum_w_for_smoothing has computed this sum for dX. The label-smoothing sums that follow
-   * from it are cheaper than those that the GEMM's epilogue would compute. */
+  /* Where the forward makes dX, flce_sum_w_for_smoothing has computed this sum (else the buffer is
+   * NULL). The label-smoothing sums that follow from it are cheaper than those that the GEMM's
+   * epilogue would compute. */
   if (e->problem->wants.grad_input && !e->bias) call.rows.wsum = buffer_ptr(e, FLCE_BUF_SMOOTH);
   return call;
 }

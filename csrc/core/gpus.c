@@ -7,8 +7,8 @@
 #include <string.h>
 
 /* capability, multiprocessors, memory in whole GiB as CUDA reports it, and from NVIDIA's data
- * sheets the dense bfloat16 rate (two FLOPs a multiply-add) and the bandwidth. SXM where there is
- * one; a100: 80 GB. */
+ * sheets the dense bfloat16 multiply-adds a second (half of the FLOPs there) and the bandwidth. SXM
+ * where there is one; a100: 80 GB. */
 #define GIB ((int64_t)1 << 30)
 static const flce_gpu gpus[] = {
     {"a100", 80, 108, 79 * GIB, 156e12, 2.039e12},

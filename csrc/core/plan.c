@@ -81,9 +81,9 @@ static void choose_sizes(const flce_problem* problem, const flce_facts* facts, f
 
 /* ---- form ---- */
 
-/* The form of the forward. E gives l = c + log E, which label smoothing, the gradients of entropy
- * and class logits from saved E, and top-k need of every class; not with a softcap, whose slope E
- * includes. */
+/* The form of the forward. Label smoothing, the gradients of entropy and class logits from saved E,
+ * and top-k need the l of every class, which E gives as c + log E. With a softcap E includes its
+ * slope, and does not give l. */
 static flce_form choose_form(const flce_problem* problem, const flce_plan* plan) {
   if (plan->strategy == FLCE_SAVE_SAMPLES) return FLCE_FORM_EXP;
   bool differentiates_saved = (problem->wants.entropy_gradient || problem->wants.class_gradient) &&
@@ -137,7 +137,8 @@ static int64_t aligned_pitch(const flce_problem* problem, const flce_facts* fact
 }
 
 /* The dtypes and leading dimensions of the logits and of what overwrites them; who writes them. */
-static void choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+static void choose_logits_matrix(const flce_problem* problem, const flce_facts* facts,
+                                 flce_plan* plan) {
   bool exp_form = plan->form == FLCE_FORM_EXP;
   bool narrow = (exp_form || plan->draws_from_dz) && plan->dtype == FLCE_F16;
   plan->exp_dtype = narrow ? FLCE_BF16 : plan->dtype;
@@ -146,7 +147,7 @@ static void choose_logits(const flce_problem* problem, const flce_facts* facts, 
   plan->fuses_rows = facts->fused_row_bytes > 0 && fused_gemm_serves(problem, facts, plan);
   plan->fuses_blocks = by_blocks(plan) && may_fuse_blocks(facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
-  /* fused_logits then writes no logits; the logits buffer, if there is one, holds E. */
+  /* If so, fused_logits writes no logits; the logits buffer, if there is one, holds E. */
   bool makes_e = plan->fuses_rows && exp_form && (!recomputes_logits(plan) || plan->dx_first);
   if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
@@ -175,7 +176,7 @@ static void choose_saved(const flce_problem* problem, flce_plan* plan) {
 void flce_choose_logits(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
   choose_sizes(problem, facts, plan);
   plan->form = choose_form_of_pass(problem, plan);
-  choose_logits(problem, facts, plan);
+  choose_logits_matrix(problem, facts, plan);
   choose_saved(problem, plan);
 }
 

@@ -87,7 +87,8 @@ static flce_status make_with_teacher(const flce_backend* backend, const flce_pro
 flce_status flce_plan_call(const flce_backend* backend, const flce_problem* caller_problem,
                            flce_plan* plan) {
   FLCE_TRY(flce_check_problem(caller_problem));
-  /* share: of a rank, if all have as many classes; without ranks the problem itself. */
+  /* share: the problem of a rank that has an equal share of the classes; without ranks the problem
+   * itself. */
   flce_problem problem = *caller_problem, share = flce_equal_share(caller_problem);
   flce_facts facts = {0};
   flce_strategies strategies;

@@ -11,12 +11,14 @@
 
 /* ---- operands ---- */
 
-/* W, with reads_input x and with reads_bias b, in the plan's dtypes and leading dimensions.
+/* Sets e->linear_weight, with reads_input also e->input and with reads_bias also e->bias: W, x and
+ * b in the plan's dtypes and leading dimensions.
  * `e` has the backend, the pass, the shard_call with its comm, and the caller's problem, plan and
  * tensors. */
 flce_status flce_open_operands(execution* e, bool reads_input, bool reads_bias);
-/* Computes FLCE_BUF_INDEX, the numbers of the rows that are not ignored, if the plan gathers rows:
- * flce_copy_input and flce_scale_input do, a chunk at a time. */
+/* Computes FLCE_BUF_INDEX, the numbers of the rows that are not ignored, if the plan gathers rows
+ * (facts.skips_rows): by compact_rows; blank_rows writes the results of the others. The gathering
+ * itself is in flce_copy_input and flce_scale_input. */
 flce_status flce_index_rows(const execution* e);
 
 /* ---- logits ---- */

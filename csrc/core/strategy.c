@@ -10,7 +10,7 @@
 enum { SMALL_WEIGHT_BYTES = 128 << 20 };
 
 /* FLCE_SCALAR_LOSS_SCALE assumes |lse| <= 64, and |dz| may be 4 times its bound:
- * 1 + 2 z_loss |lse| <= 4 (1 + 128 z_loss), so at this z_loss |lse| < 1790. */
+ * 1 + 2 z_loss |lse| <= 4 (1 + 128 z_loss), so at this z_loss that holds up to |lse| = 1790. */
 static const double F16_Z_LOSS = 0x1p-10;
 
 /* One strategy for any number of rows. */
@@ -30,6 +30,8 @@ flce_save flce_known_strategy(const flce_problem* problem) {
   if (!problem->wants.grad_input && !problem->wants.grad_weight && !problem->wants.grad_bias)
     return FLCE_SAVE_NOTHING;
   bool automatic = problem->save == FLCE_SAVE_AUTO;
+  /* Of a divergence with reduction none or save=stats the caller wants no gradients here: its
+   * backward is a second forward with save=grads (flce/composite.py). */
   if (problem->divergence.kind != FLCE_NO_DIVERGENCE)
     return automatic ? FLCE_SAVE_GRADS : problem->save;
   return problem->sampling.wanted && automatic ? FLCE_SAVE_SAMPLES : problem->save;
@@ -44,10 +46,10 @@ flce_save flce_known_strategy(const flce_problem* problem) {
  *   gradients is known, and without one they may exceed its range. */
 static bool may_make_gradients(const flce_problem* problem, flce_dtype dtype) {
   bool unbounded = problem->has.probabilities || problem->loss.z_loss > F16_Z_LOSS;
-  bool late = problem->graph.accumulates ||
-              (problem->graph.traced && problem->graph.differentiates_outputs) ||
-              (unbounded && dtype == FLCE_F16);
-  return problem->reduction != FLCE_NONE && !late;
+  bool must_wait = problem->graph.accumulates ||
+                   (problem->graph.traced && problem->graph.differentiates_outputs) ||
+                   (unbounded && dtype == FLCE_F16);
+  return problem->reduction != FLCE_NONE && !must_wait;
 }
 
 /* How many rows of `row` bytes fit in `bytes`. */
@@ -68,11 +70,12 @@ static flce_strategies choose_by_rows(const flce_problem* problem, const flce_fa
       problem->shape.vocab * problem->shape.hidden * flce_size_of(logits_plan.dtype);
   bool makes_for_small = gpu && may_make && weight_bytes <= SMALL_WEIGHT_BYTES;
   int64_t saved_row = logits_plan.saved_pitch * flce_size_of(logits_plan.saved_dtype);
-  /* memory.kept is the larger bound: where gradients in the forward are no alternative. */
+  /* Where the forward cannot make the gradients instead, the larger bound applies, memory.kept. */
   int64_t rows_to_keep =
       rows_in(only_loss_differentiable ? problem->memory.bound : problem->memory.kept, saved_row);
   int64_t rows_of_one_chunk =
       rows_in(problem->memory.bound, logits_row_bytes(problem, facts, logits_plan.dtype));
+  /* FLCE_ROWS_OF_ONE_CHUNK: rows that fit one chunk and may be kept. */
   return (flce_strategies){
       .ranges = {[FLCE_ROWS_OF_ONE_CHUNK] = {min64(rows_to_keep, rows_of_one_chunk),
                                              makes_for_small ? FLCE_SAVE_GRADS : FLCE_SAVE_LOGITS},

@@ -182,7 +182,7 @@ def _gradients_by_torch(ctx, gradient):
 
 class LossOfLogits(torch.autograd.Function):
     """A loss by flce (or log p, lse, ...), as a function of the deferred Tensor that the caller has
-    passed. value: [the loss], which autograd does not take for an operand in a list;
+    passed. value: the loss in a list, so that autograd does not take it for an operand;
     paths_to_heads: of LossBackward."""
 
     @staticmethod

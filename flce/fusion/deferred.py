@@ -140,7 +140,8 @@ _SET_DATA = torch.Tensor.data.__set__
 
 def _handle(function, args, kwargs):
     """What a handler of `operations` returns, with its graph."""
-    deferred, operands = deferred_value_of(args[0]) if args else None, args
+    operands = args
+    deferred = deferred_value_of(args[0]) if args else None
     if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         operands = args[::-1]
         deferred = deferred_value_of(operands[0])

@@ -84,8 +84,8 @@ class EagerValue(DeferredValue):
         return self.has_gradient and torch.is_grad_enabled()
 
     def then(self, record, view=None):
-        """`view` is read for the pieces of a tuple alone: the view of a single result is torch's
-        own."""
+        """`view` is used where a handler returns a tuple, as of split: a single result's view is
+        torch's own."""
         return DeferredStep((self,), record, self.head_call, view)
 
     def summed(self, other, head_call, record):

@@ -44,7 +44,7 @@ def _run_with_whole_weights(deferred, record, run):
     """run(sources of the record), where the weights are whole and in the modes of the head's
     call. Raises Unknown where `run` returns None, which means that real logits are needed."""
     head_call = deferred.head_call
-    head_call.check(compares_samples=False)
+    head_call.check(compares_elements=False)
     with head_call.entered(deferred.wants_gradient()):
         result = with_whole_weights(record.sources, run)
     head_call.loss_is_settled = head_call.loss_is_settled or result is None
@@ -68,8 +68,8 @@ def _cross_entropy_by_flce(deferred, record, target, options, dropped=()):
         dtype = head_call.product_dtype(sources[0].x)
         needs_slice = has_probabilities or options.get("weight") is not None
         x, weight, bias, derived = steps.operands(record_with_whole_weights, dtype, needs_slice)
-        is_cut = weight.requires_grad and not weight.is_leaf
-        if is_cut and sources[0].parameters()[0].is_leaf and fuse_options.get("accumulate_into"):
+        is_slice = weight.requires_grad and not weight.is_leaf
+        if is_slice and sources[0].parameters()[0].is_leaf and fuse_options.get("accumulate_into"):
             return head_call.fusion.note_fall_back(
                 "accumulate_into does not serve a slice of the classes"
             )
@@ -154,9 +154,9 @@ def _statistics_by_flce(deferred, record, name, target):
     dropped = ("z_loss", "valid_bound")
     is_sampled = name == "log_p" and deferred.head_call.fusion.options.get("gradient") == "sampled"
     if not is_sampled:
-        # A cap's slope is in its gradient: the forward would keep the logits in float32.
-        is_cheap = not (deferred.wants_gradient() and steps.is_capped(record.steps))
-        options |= {"return_lse": True, "return_entropy": is_cheap or name == "entropy"}
+        # The gradient of an entropy needs a cap's slope: the forward would keep float32 logits.
+        entropy_is_cheap = not (deferred.wants_gradient() and steps.is_capped(record.steps))
+        options |= {"return_lse": True, "return_entropy": entropy_is_cheap or name == "entropy"}
         options["return_predictions"] = name == "predictions"
         options["classes"] = target if name == "class_logits" else None
         dropped += ("gradient", "gradient_eps")
@@ -228,7 +228,7 @@ def divergence(student, teacher, name, reduction, target=None, beta=0.5):
             deferred.head_call.fusion.note_loss(steps.hashable_steps(record))
         return loss
 
-    teacher.head_call.check(compares_samples=False)
+    teacher.head_call.check(compares_elements=False)
     student.head_call.loss_is_settled = teacher.head_call.loss_is_settled = True
 
     def run_in_teacher(student_sources):

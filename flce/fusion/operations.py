@@ -350,7 +350,7 @@ def _argmax(function, deferred, args, kwargs):
     generates."""
     arguments = _over_classes(deferred, "input dim keepdim", args, kwargs)
     require(deferred.head_call.fusion.when == "always" and deferred.head_call.loss_is_settled)
-    deferred.head_call.check(compares_samples=True)
+    deferred.head_call.check(compares_elements=True)
     with torch.no_grad():
         values = loss.statistic(deferred, deferred.record, "predictions")
     return _result(deferred.record, values, torch.int64, arguments.get("keepdim"))

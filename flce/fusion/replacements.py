@@ -9,8 +9,8 @@ from .. import torch_private
 
 _SAME = "deepspeed."  # ZeRO-3's linear layer differs in what it saves for the backward
 _FORWARD = nn.Linear.forward
-# Functions of torch.nn.functional that are written in Python hand the function of their name to
-# __torch_function__, which is another if somebody has replaced it.
+# Functions of torch.nn.functional that are written in Python pass what F.NAME is at that time to
+# __torch_function__: a replacement in place of torch's own.
 _OF_F = {name: getattr(F, name) for name in ("cross_entropy", "nll_loss", "log_softmax", "softmax")}
 _OF_F["kl_div"] = F.kl_div
 _REPLACED_BEFORE = [name for name, function in _OF_F.items() if function.__globals__ is not vars(F)]

@@ -207,10 +207,10 @@ def apply_steps(steps, value):
 
 def operands(record, dtype, needs_slice):
     """(x (..., H), weight (V, H), bias (V,) or None, options) of linear_cross_entropy for the
-    record's logits. dtype: of the logits that the sources make; of several sources the operands
-    are cast to it. needs_slice: whether to slice the head's weight even where valid_vocab would do,
-    because class weights or probabilities have the selected classes alone, or because the teacher
-    of a divergence has no valid_vocab."""
+    record's logits. dtype: of the logits that the sources make; with several sources their
+    operands are cast to it. needs_slice: whether to slice the head's weight even where valid_vocab
+    would do, because class weights or probabilities have the selected classes alone, or because the
+    teacher of a divergence has no valid_vocab."""
     scale = _scale_of(record.sources[0])
     x, weight, own_bias, options = _operands_of_sum(record.sources, scale, dtype)
     folded = _folded(record.steps, scale, own_bias, len(weight))

@@ -38,7 +38,8 @@ def _answer_or_materialize(cls, function, types, args=(), kwargs=None):
     if _is_asked_by_compiler():
         with torch_private.without_torch_function():
             return function(*args, **kwargs)
-    operands, deferred = args, deferred_value_of(args[0]) if args else None
+    operands = args
+    deferred = deferred_value_of(args[0]) if args else None
     if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
         operands = args[::-1]
         deferred = deferred_value_of(operands[0])

@@ -63,7 +63,7 @@ def instances_in(kind, tree):
 class Snapshot:
     """A head's hidden states, weight and bias at its call. Three things tell that they changed:
     the Fusion's last_optimizer_step, as fused optimizers do not raise `_version`; `_version`, which
-    torch.compile does not trace and inference tensors do not have; a sample of the elements.
+    torch.compile does not trace and inference tensors do not have; some of the elements.
     holds: the logits are of these Tensors, whatever the nn.Linear has later."""
 
     def __init__(self, linear, x, holds):
@@ -72,23 +72,23 @@ class Snapshot:
         # Hooks may gather the weight, which changes it: then optimizer steps alone are compared.
         if not linear._forward_pre_hooks and "_old_forward" not in linear.__dict__:
             named |= {"weight": linear.weight, "bias": linear.bias}
-        self.tensors = []  # (name, tensor, version or None, sample or None)
+        self.tensors = []  # (name, tensor, version or None, elements or None)
         for name, tensor in named.items():
             if _is_plain(tensor):
                 version = None if is_compiling() or tensor.is_inference() else tensor._version
-                samples = version is None or name != "hidden states"
-                sample = _sample_of(name, tensor).clone() if samples else None
-                self.tensors.append((name, tensor, version, sample))
+                compares = version is None or name != "hidden states"
+                elements = _some_elements_of(name, tensor).clone() if compares else None
+                self.tensors.append((name, tensor, version, elements))
 
-    def change(self, compares_samples):
-        """What has changed, in words, or None. compares_samples: waits for the device."""
+    def change(self, compares_elements):
+        """What has changed, in words, or None. compares_elements: waits for the device."""
         if self.fusion.last_optimizer_step is not self.last_optimizer_step:
             return "an optimizer that has stepped since"
-        for name, tensor, version, sample in self.tensors:
+        for name, tensor, version, elements in self.tensors:
             is_held = self.holds or name == "hidden states"
             current = tensor if is_held else getattr(self.linear, name)
             is_written = version is not None and tensor._version != version
-            is_written = is_written or (compares_samples and _differs(sample, name, tensor))
+            is_written = is_written or (compares_elements and _differs(elements, name, tensor))
             # Another Tensor is a replacement, unless it is the sharded or offloaded form of the
             # weight, which hooks of an enclosing Module make whole.
             is_changed = is_written if current is tensor else _is_plain(current)
@@ -101,23 +101,23 @@ def _is_plain(tensor):
     return type(tensor) in (torch.nn.Parameter, torch.Tensor) and not tensor.is_meta
 
 
-def _sample_of(name, tensor):
+def _some_elements_of(name, tensor):
     """An element of each row of the hidden states, at most 31 x 31 of a weight."""
     if name == "hidden states":
         return tensor.detach()[..., :1]
     return tensor.detach()[tuple([slice(None, None, max(n // 16, 1)) for n in tensor.shape])]
 
 
-def _differs(sample, name, tensor):
+def _differs(elements, name, tensor):
     # FSDP2 frees the memory of weights; a graph that is captured cannot wait.
-    if sample is None or tensor.untyped_storage().size() == 0:
+    if elements is None or tensor.untyped_storage().size() == 0:
         return False
-    if sample.is_cuda and torch.cuda.is_current_stream_capturing():
+    if elements.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    current = _sample_of(name, tensor)
-    is_alike = current.shape == sample.shape
-    is_alike = is_alike and (current.dtype, current.device) == (sample.dtype, sample.device)
-    return not (is_alike and torch.allclose(current, sample, rtol=0, atol=0, equal_nan=True))
+    current = _some_elements_of(name, tensor)
+    is_alike = current.shape == elements.shape
+    is_alike = is_alike and (current.dtype, current.device) == (elements.dtype, elements.device)
+    return not (is_alike and torch.allclose(current, elements, rtol=0, atol=0, equal_nan=True))
 
 
 class HeadCall:
@@ -139,12 +139,12 @@ class HeadCall:
         """The dtype of the output of an nn.Linear for x."""
         return x.dtype if x.dtype == torch.float64 else self.autocast or x.dtype
 
-    def check(self, compares_samples):
+    def check(self, compares_elements):
         """Raises RuntimeError if what the logits depend on has changed (`Snapshot.change`)."""
         if is_compiling():
             return
         for snapshot in self.snapshots:
-            if change := snapshot.change(compares_samples):
+            if change := snapshot.change(compares_elements):
                 raise RuntimeError(
                     "flce.fuse: expected the logits to be read before the head's weight or input "
                     f"changes, got {change}: read outputs.logits before optimizer.step(), and give "
@@ -208,7 +208,7 @@ class DeferredValue:
         head_call, record = self.head_call, self.record
         # Values for a loss are not compared: nothing may wait for the device in a training step.
         is_read = head_call.loss_is_settled or not head_call.requires_grad
-        head_call.check(compares_samples=is_read)
+        head_call.check(compares_elements=is_read)
         if record.form() == steps.KL:  # of two values
             return steps.apply_steps(record.form_steps[-1:], None)
         rows = record.rows
