@@ -26,7 +26,7 @@ from train_lm import pyplot
 import flce
 
 PART = 50  # of the text, what the students have
-HELD = 16  # sequences at its end that nobody learns from
+VALIDATION = 16  # sequences at its end, on which nobody trains
 MAX_MEMORY = {"cpu": "64MiB", "cuda": "512MiB"}  # flce's bound for logits, of student and teacher
 
 
@@ -149,8 +149,8 @@ def main():
     steps = preset.steps if arguments.steps is None else arguments.steps
     folder.mkdir(parents=True, exist_ok=True)
     tokens = train_lm.load_tokens(preset.text_bytes, folder)
-    border = len(tokens) - HELD * (preset.sequence + 1)
-    tokens, held = tokens[:border], tokens[border:].view(HELD, -1)
+    border = len(tokens) - VALIDATION * (preset.sequence + 1)
+    tokens, validation = tokens[:border], tokens[border:].view(VALIDATION, -1)
 
     bound = {"max_memory": MAX_MEMORY[device]}
     _, teacher = train_lm.train("flce", tokens, preset, 2 * steps, device, bound)
@@ -160,13 +160,13 @@ def main():
     settings = bound | {"divergence": arguments.divergence}
     curves, unseen, part = (
         {},
-        {"teacher": text_loss(teacher, held, device)},
+        {"teacher": text_loss(teacher, validation, device)},
         tokens[: border // PART],
     )
     for name, count in {"eager": -(-steps // 4), "flce": steps, TEXT: steps}.items():
         curves[name], student = distil(name, teacher, part, small, count, device, settings)
         if count == steps:
-            unseen[f"student, {name}"] = text_loss(student, held, device)
+            unseen[f"student, {name}"] = text_loss(student, validation, device)
     ids, _ = next(train_lm.batches(part, small, 1, device))
     with torch.no_grad(), train_lm.precision(device):
         state = student(ids), student.head.weight, teacher(ids), teacher.head.weight

@@ -29,7 +29,7 @@ from .gradient import mark_steps
 from .operations import HANDLERS
 from .reentry import is_gathered
 from .steps import Unknown, require
-from .values import DeferredValue, deferred_value_of, instances_in, mapped
+from .values import DeferredValue, instances_in, mapped, with_deferred_first
 
 
 class _State(threading.local):
@@ -134,17 +134,12 @@ def _is_deferred_tensor(value):
     return isinstance(value, DeferredLogits)
 
 
-_COMMUTATIVE = {torch.add, torch.Tensor.add, torch.mul, torch.multiply, torch.Tensor.mul}
 _SET_DATA = torch.Tensor.data.__set__
 
 
 def _handle(function, args, kwargs):
     """What a handler of `operations` returns, with its graph."""
-    operands = args
-    deferred = deferred_value_of(args[0]) if args else None
-    if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
-        operands = args[::-1]
-        deferred = deferred_value_of(operands[0])
+    deferred, operands = with_deferred_first(function, args, kwargs)
     require(deferred is not None and deferred.record is not None and deferred.is_pending())
     handler, arity = HANDLERS.get((deferred.record.form(), function), (None, None))
     require(handler is not None and (arity is None or (len(args) == arity and not kwargs)))

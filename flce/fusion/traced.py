@@ -6,7 +6,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import torch_private
 from .operations import HANDLERS
 from .steps import Unknown, require
-from .values import TracedValue, deferred_value_of
+from .values import TracedValue, deferred_value_of, with_deferred_first
 
 
 def _functions(names):
@@ -25,7 +25,6 @@ _OF_LAYOUT = _functions("stride is_contiguous storage_offset")
 # They take no more than dtype and device from the logits.
 _OF_LIKE = _functions("""device is_cuda is_cpu is_meta is_xpu is_mps is_maia is_vulkan get_device
 new_zeros new_ones new_full new_empty new_tensor""")
-_COMMUTATIVE = {torch.add, torch.mul, torch.multiply, torch.Tensor.add, torch.Tensor.mul}
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
 # A hook on the logits would not see the gradient of a loss that was computed without them.
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -38,11 +37,7 @@ def _answer_or_materialize(cls, function, types, args=(), kwargs=None):
     if _is_asked_by_compiler():
         with torch_private.without_torch_function():
             return function(*args, **kwargs)
-    operands = args
-    deferred = deferred_value_of(args[0]) if args else None
-    if deferred is None and len(args) == 2 and not kwargs and function in _COMMUTATIVE:
-        operands = args[::-1]
-        deferred = deferred_value_of(operands[0])
+    deferred, operands = with_deferred_first(function, args, kwargs)
     if deferred is not None and deferred.is_pending():
         try:
             return _with_tensors(

@@ -299,6 +299,22 @@ def deferred_value_of(value):
     return getattr(value, "_flce", None)
 
 
+_COMMUTATIVE = {torch.add, torch.Tensor.add, torch.mul, torch.multiply, torch.Tensor.mul}
+
+
+def with_deferred_first(function, args, kwargs):
+    """(the DeferredValue of the first operand, or None; the operands). Those of a sum or a product
+    are exchanged where the second one is deferred."""
+    if not args:
+        return None, args
+    first, *others = args
+    deferred = deferred_value_of(first)
+    if deferred is None and len(others) == 1 and not kwargs and function in _COMMUTATIVE:
+        (second,) = others
+        return deferred_value_of(second), (second, first)
+    return deferred, args
+
+
 def name_of(function):
     if is_compiling():
         return function.__name__  # resolve_name is not traced
