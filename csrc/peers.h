@@ -31,7 +31,8 @@ typedef flce_status (*flce_cuda_peers_begin_fn)(const flce_cuda* cuda, const flc
 /* Work queued on cuda->stream after this call runs when the copies are complete, and when all ranks
  * have copied this rank's data; after a begin that failed, when what it has queued is complete,
  * which waits for the other ranks too. */
-typedef flce_status (*flce_cuda_peers_wait_fn)(const flce_cuda* cuda, flce_collective_id id);
+typedef flce_status (*flce_cuda_peers_wait_fn)(const flce_cuda* cuda, const flce_peers* peers,
+                                               flce_collective_id id);
 
 #ifdef __cplusplus
 }

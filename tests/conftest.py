@@ -60,6 +60,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _unused_gpu_memory():
+    """The processes of pytest-xdist share a GPU: each returns what torch's allocator keeps unused."""
+    yield
+    few = 1 << 30
+    if WORKERS > 1 and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > few:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def scripts(monkeypatch):
     """Imports a script of benchmarks/ as if it were run there."""

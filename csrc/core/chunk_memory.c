@@ -148,6 +148,16 @@ chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class) 
   return block_in(e, rows, first_class, buffer_ptr(e, FLCE_BUF_LOGITS), e->plan->block_classes);
 }
 
+chunk flce_classes_of(const chunk* c, int64_t first, int64_t classes) {
+  chunk part = *c;
+  part.first_class = c->first_class + first;
+  part.classes = classes;
+  part.z.data = NULL;
+  part.out.data = element_ptr(c->out.data, first, c->out.dtype);
+  part.out.columns = classes;
+  return part;
+}
+
 /* ---- in the memory of dW ---- */
 
 /* Takes `bytes` of dW's memory, or NULL for 0, from *next on. */

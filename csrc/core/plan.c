@@ -294,6 +294,23 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   choose_dw_sum(problem, facts, plan);
 }
 
+/* Where the GEMM of the last chunk's dW is split, see dw_first_classes: about in the middle,
+ * because the exchanges that the two GEMMs hide have the same size. A multiple of `waves` classes
+ * gives the first GEMM whole waves of tiles of 256 x 128 at each H that is a multiple of 1024;
+ * splits elsewhere took up to 4 % of dW's time (benchmarks/NOTES.md, 2026-11-27, sums of dX). */
+static void choose_dw_split(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  bool gathers_sums = sums_partial_dx(problem) && !problem->shard.input_is_sharded;
+  bool by_gemm = problem->wants.grad_weight && plan->strategy != FLCE_SAVE_NOTHING &&
+                 !gradients_are_sampled(plan) && !by_blocks(plan);
+  bool one_kernel = plan->bias_parts > 0; /* grad_weight_gemm sums db of all classes */
+  if (!gathers_sums || !by_gemm || one_kernel || problem->shape.rows == 0) return;
+  enum { TILE_COLUMNS_OF_A_WAVE = 32 };
+  int64_t half = problem->shape.vocab / 2, waves = facts->multiprocessors * TILE_COLUMNS_OF_A_WAVE;
+  int64_t step = waves > 0 && half >= waves ? waves : FLCE_BLOCK_CLASS_STEP;
+  int64_t first = (half + step / 2) / step * step;
+  if (first < problem->shape.vocab) plan->dw_first_classes = first;
+}
+
 /* ---- chunks ---- */
 
 /* What the forward's loop and the backward's have in common. */
@@ -480,6 +497,7 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
   FLCE_TRY(choose_backward_chunks(problem, facts, plan));
   widen_dw_sum(problem, facts, plan);
+  choose_dw_split(problem, facts, plan);
   choose_input_copies(problem, plan);
   flce_list_buffers(problem, facts, plan);
   flce_count_plan(problem, facts, plan);

@@ -42,6 +42,14 @@ static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) 
   plan->backward_gemms = grads ? 0 : gemms;
 }
 
+/* The GEMMs that dw_first_classes adds. */
+static int64_t extra_gemms_of_split(const flce_problem* problem, const flce_plan* plan) {
+  int64_t first = plan->dw_first_classes, v = problem->shape.vocab, piece = plan->dw_piece_rows;
+  if (first == 0) return 0;
+  return gemms_of_rows(first, first, piece) + gemms_of_rows(v - first, v - first, piece) -
+         gemms_of_rows(v, v, piece);
+}
+
 static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_piece_rows ? ceil_div(problem->shape.vocab, plan->dw_piece_rows) : 1;
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
@@ -53,11 +61,13 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
     return;
   }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
+  int64_t of_split = extra_gemms_of_split(problem, plan);
   int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
   plan->forward_gemms =
-      plan->chunks * (1 + others + (grads && !plan->draws_from_dz ? gradients : 0));
+      plan->chunks * (1 + others + (grads && !plan->draws_from_dz ? gradients : 0)) +
+      (grads ? of_split : 0);
   int64_t logits = plan->strategy == FLCE_SAVE_STATS && makes_gradients(problem, plan) ? 1 : 0;
-  plan->backward_gemms = plan->backward_chunks * (logits + gradients);
+  plan->backward_gemms = plan->backward_chunks * (logits + gradients) + (grads ? 0 : of_split);
 }
 
 /* The calls of shards.c. */

@@ -284,7 +284,8 @@ static void* gathered_dx(const execution* e) {
 
 flce_status flce_begin_all_gather_dx(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (!sums_partial_dx(problem)) return FLCE_OK;
+  if (!sums_partial_dx(problem) || e->shard->sums_dx) return FLCE_OK;
+  e->shard->sums_dx = true;
   flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->partial_dx_dtype;
   int64_t count = summed_elements(problem), bytes = count * flce_size_of(dtype),
           first = problem->shard.rank * bytes;

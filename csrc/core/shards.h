@@ -18,6 +18,7 @@ typedef struct shard_call {
   /* Those of this rank's classes: FLCE_BUF_SHARD_SCALARS, or the call's for a divergence's teacher,
    * which has no loss. */
   const void* local_scalars;
+  bool sums_dx; /* the sum of dX has begun */
 } shard_call;
 
 /* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies. Begins and
@@ -42,7 +43,8 @@ flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c);
 flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_divergence_args* call);
 /* Begins the all-to-all of dX, after its last chunk: this rank's part of it is complete. */
 flce_status flce_begin_all_to_all_dx(const execution* e);
-/* Waits for it, sums the parts of all ranks, and begins the all-gather of the sums. */
+/* Waits for it, sums the parts of all ranks, and begins the all-gather of the sums. Nothing if that
+ * has begun. */
 flce_status flce_begin_all_gather_dx(const execution* e);
 /* Waits for that. */
 flce_status flce_wait_all_gather_dx(const execution* e);

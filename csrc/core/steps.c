@@ -1,6 +1,7 @@
 /* The steps that forwards and backwards share. */
 #include "core/steps.h"
 
+#include "core/chunk_memory.h"
 #include "core/gradients.h"
 #include "core/shards.h"
 #include "environment.h"
@@ -91,16 +92,30 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c) {
 
 /* ---- gradients ---- */
 
+static bool is_last(const execution* e, const chunk* c) {
+  return c->first + c->rows == e->problem->shape.rows;
+}
+
 flce_status flce_finish_chunk_dx(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_dx(e, c));
-  if (c->first + c->rows < e->problem->shape.rows) return FLCE_OK;
-  return flce_begin_all_to_all_dx(e);
+  return is_last(e, c) ? flce_begin_all_to_all_dx(e) : FLCE_OK;
+}
+
+/* dW and db of the last chunk where the ranks gather their sums of dX (plan->dw_first_classes). */
+static flce_status add_dw_db_in_parts(const execution* e, const chunk* c) {
+  int64_t first = e->plan->dw_first_classes;
+  const chunk before = flce_classes_of(c, 0, first);
+  const chunk after = flce_classes_of(c, first, c->classes - first);
+  FLCE_TRY(flce_add_dw_db(e, &before));
+  FLCE_TRY(flce_begin_all_gather_dx(e));
+  return flce_add_dw_db(e, &after);
 }
 
 flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c) {
   FLCE_TRY(flce_finish_chunk_dx(e, c));
   FLCE_TRY(flce_scale_input(e, c));
-  return flce_add_dw_db(e, c);
+  bool splits = is_last(e, c) && e->plan->dw_first_classes > 0;
+  return splits ? add_dw_db_in_parts(e, c) : flce_add_dw_db(e, c);
 }
 
 flce_status flce_finish_gradients(const execution* e) {

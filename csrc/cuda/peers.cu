@@ -10,30 +10,49 @@
 
 enum Flag { kWritten, kCopied };
 
-/* What the collectives of one id run on; created once for each device and never destroyed. */
-struct CopyStream {
-  cudaStream_t stream;
-  cudaEvent_t begin, end;
-};
+enum { kMostStreams = 3 };
 
-static CopyStream g_streams[kMaxDevices][FLCE_COLLECTIVES];
-static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards g_streams */
-
-static flce_status create_stream(CopyStream* made) {
-  int least, greatest;
-  FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
-  FLCE_TRY(check_cuda(cudaStreamCreateWithPriority(&made->stream, cudaStreamNonBlocking, greatest),
-                      "peers"));
-  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&made->begin, cudaEventDisableTiming), "peers"));
-  return check_cuda(cudaEventCreateWithFlags(&made->end, cudaEventDisableTiming), "peers");
+/* The streams of an id: one for what GEMMs hide, several for x, for which a call waits. These copy
+ * at the same time, each from its own peers: where ranks are not in phase, two read from one peer
+ * and get half of its link each, while links to others are idle. A GPU has 8 hardware queues by
+ * default: with more streams in all, GEMMs might wait behind copies. */
+static int most_streams(flce_collective_id id) {
+  return id == FLCE_ALL_GATHER_INPUT ? kMostStreams : 1;
 }
 
-static flce_status copy_stream(const flce_cuda* cuda, flce_collective_id id, CopyStream* found) {
+/* What the collectives of one id run on; created once for each device and never destroyed. */
+struct CopyStreams {
+  cudaStream_t streams[kMostStreams];
+  cudaEvent_t begin, ends[kMostStreams];
+  bool exist;
+};
+
+static CopyStreams g_streams[kMaxDevices][FLCE_COLLECTIVES];
+static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards g_streams */
+
+static flce_status create_event(cudaEvent_t* made) {
+  return check_cuda(cudaEventCreateWithFlags(made, cudaEventDisableTiming), "peers");
+}
+
+static flce_status create_streams(flce_collective_id id, CopyStreams* made) {
+  int least, greatest;
+  FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
+  FLCE_TRY(create_event(&made->begin));
+  for (int k = 0; k < most_streams(id); k++) {
+    FLCE_TRY(check_cuda(
+        cudaStreamCreateWithPriority(&made->streams[k], cudaStreamNonBlocking, greatest), "peers"));
+    FLCE_TRY(create_event(&made->ends[k]));
+  }
+  made->exist = true;
+  return FLCE_OK;
+}
+
+static flce_status copy_streams(const flce_cuda* cuda, flce_collective_id id, CopyStreams* found) {
   FLCE_TRY(check_device(cuda->device));
-  CopyStream* copies = &g_streams[cuda->device][id];
+  CopyStreams* copies = &g_streams[cuda->device][id];
   pthread_mutex_lock(&g_lock);
   flce_status status = FLCE_OK;
-  if (!copies->end) status = create_stream(copies);
+  if (!copies->exist) status = create_streams(id, copies);
   *found = *copies;
   pthread_mutex_unlock(&g_lock);
   return status;
@@ -74,29 +93,49 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
   return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWaitValue32: driver error %d", (int)status);
 }
 
-/* Queues the copies of a collective on the copy stream. */
-static flce_status queue_copies(const CopyStream& copies, const flce_cuda* cuda,
-                                const flce_peers* peers, void* recv, int64_t offset,
-                                int64_t bytes) {
-  const int rank = peers->rank, ranks = peers->ranks;
-  FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
-  FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.stream, copies.begin, 0), "peers"));
-  for (int step = 1; step < ranks; step++) {
-    const int peer = (rank + step) % ranks;
-    FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kWritten, rank), 1));
-  }
-  for (int step = 1; step < ranks; step++) { /* every rank begins with another one */
-    const int peer = (rank + step) % ranks;
-    FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kWritten, peer)));
-    const char* from = (const char*)peers->data[peer] + offset;
-    FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)recv + peer * bytes, from, (size_t)bytes,
-                                        cudaMemcpyDefault, copies.stream),
-                        "peers"));
-    FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kCopied, rank), 1));
-  }
-  for (int peer = 0; peer < ranks; peer++) {
-    if (peer != rank) FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kCopied, peer)));
-  }
+static int used_streams(const flce_peers* peers, flce_collective_id id) {
+  return peers->ranks - 1 < most_streams(id) ? peers->ranks - 1 : most_streams(id);
+}
+
+/* A collective: recv [ranks][bytes] gets `bytes` bytes of every peer's memory from `offset` on. */
+struct Exchange {
+  const flce_peers* peers;
+  int streams; /* used_streams */
+  void* recv;
+  int64_t offset, bytes;
+};
+
+/* Queues the copy of a peer's block, which the peer allows, and of whose end it learns. */
+static flce_status queue_copy(cudaStream_t stream, const Exchange& exchange, int peer) {
+  const flce_peers* peers = exchange.peers;
+  FLCE_TRY(take_flag(stream, flag_at(peers, peers->rank, kWritten, peer)));
+  FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)exchange.recv + peer * exchange.bytes,
+                                      (const char*)peers->data[peer] + exchange.offset,
+                                      (size_t)exchange.bytes, cudaMemcpyDefault, stream),
+                      "peers"));
+  return set_flag(stream, flag_at(peers, peer, kCopied, peers->rank), 1);
+}
+
+/* Queues the copies of a collective. Every rank begins with other peers, and a peer's flags are
+ * written and taken by one stream in every collective, hence in the order of collectives.
+ *
+ * A GPU has few hardware queues, so operations of one stream may wait behind those of another that
+ * were queued before. Hence the order here: what a rank waits for in one loop, every rank has
+ * queued in the loops before. With each stream's operations queued at once, ranks could wait for
+ * each other in a circle. */
+static flce_status queue_copies(const CopyStreams& copies, const Exchange& exchange) {
+  const flce_peers* peers = exchange.peers;
+  const int rank = peers->rank, ranks = peers->ranks, used = exchange.streams;
+  const auto peer_at = [=](int step) { return (rank + step) % ranks; };
+  const auto stream_at = [&](int step) { return copies.streams[(step - 1) % used]; };
+  for (int k = 0; k < used; k++)
+    FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.streams[k], copies.begin, 0), "peers"));
+  for (int step = 1; step < ranks; step++)
+    FLCE_TRY(set_flag(stream_at(step), flag_at(peers, peer_at(step), kWritten, rank), 1));
+  for (int step = 1; step < ranks; step++)
+    FLCE_TRY(queue_copy(stream_at(step), exchange, peer_at(step)));
+  for (int step = 1; step < ranks; step++)
+    FLCE_TRY(take_flag(stream_at(step), flag_at(peers, rank, kCopied, peer_at(step))));
   return FLCE_OK;
 }
 
@@ -104,19 +143,27 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
                                                          const flce_peers* peers,
                                                          flce_collective_id id, void* recv,
                                                          int64_t offset, int64_t bytes) {
-  CopyStream copies;
-  FLCE_TRY(copy_stream(cuda, id, &copies));
-  const flce_status status = queue_copies(copies, cuda, peers, recv, offset, bytes);
+  CopyStreams copies;
+  FLCE_TRY(copy_streams(cuda, id, &copies));
+  FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
+  const int used = used_streams(peers, id);
+  flce_status status = queue_copies(copies, {peers, used, recv, offset, bytes});
   /* After a failure too: a wait must not be for the copies of the collective before. */
-  const cudaError_t recorded = cudaEventRecord(copies.end, copies.stream);
-  if (status == FLCE_OK) return check_cuda(recorded, "peers");
-  cudaGetLastError(); /* as check_cuda, which would replace the message of the failure */
+  for (int k = 0; k < used; k++) {
+    const cudaError_t recorded = cudaEventRecord(copies.ends[k], copies.streams[k]);
+    if (status == FLCE_OK) status = check_cuda(recorded, "peers");
+    cudaGetLastError(); /* as check_cuda, which would replace the message of a failure before */
+  }
   return status;
 }
 
 extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,
+                                                        const flce_peers* peers,
                                                         flce_collective_id id) {
-  CopyStream copies;
-  FLCE_TRY(copy_stream(cuda, id, &copies));
-  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, copies.end, 0), "peers");
+  CopyStreams copies;
+  FLCE_TRY(copy_streams(cuda, id, &copies));
+  for (int k = 0; k < used_streams(peers, id); k++)
+    FLCE_TRY(
+        check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, copies.ends[k], 0), "peers"));
+  return FLCE_OK;
 }

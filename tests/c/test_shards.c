@@ -113,6 +113,32 @@ static void test_saves(void) {
     }
 }
 
+/* dW of the last chunk in two GEMMs, and of a rank with too few classes in one. */
+static void test_split_dw(void) {
+  const flce_dtype dtypes[] = {FLCE_F64, FLCE_F32, FLCE_BF16, FLCE_F16};
+  const flce_save saves[] = {FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
+  test_set_variable("FLCE_BLOCKS", "0");
+  for (int k = 0; k < 12; k++) {
+    setting s = make_setting(dtypes[k % 4], saves[k / 4]);
+    flce_problem* p = &s.problem;
+    p->shape.vocab = p->shape.weight_rows = 300;
+    p->has.bias = p->wants.grad_bias = k % 3 > 0;
+    if (k % 2) p->memory.bound = 6 * 150 * 8; /* several chunks */
+    model m = make_model(&s);
+    run_ranks(&s, &m, 2, (int64_t[]){150, 300});
+    run_ranks(&s, &m, 3, (int64_t[]){130, 130, 300});
+    run_ranks(&s, &m, 3, (int64_t[]){1, 65, 300});
+    free_model(&m);
+    p->shard.ranks = 2, p->shard.classes = 600;
+    p->memory.bound = 1 << 20; /* chunks take no longer than blocks */
+    flce_plan plan;
+    CHECK_OK(plan_on_cpu(&s, &plan));
+    CHECK(plan.dw_first_classes == 128, "the first of two GEMMs makes dW of %lld classes of 300",
+          (long long)plan.dw_first_classes);
+  }
+  test_set_variable("FLCE_BLOCKS", NULL);
+}
+
 static void test_options(void) {
   const flce_save saves[] = {FLCE_SAVE_LOGITS, FLCE_SAVE_GRADS, FLCE_SAVE_STATS};
   for (int k = 0; k < 3; k++)
@@ -429,6 +455,7 @@ int main(void) {
   test_options();
   test_edges();
   test_set_variable("FLCE_BLOCKS", NULL);
+  test_split_dw();
   test_input();
   test_hidden_shard();
   test_equal_caps();

@@ -8,14 +8,25 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { kRanks = 3 };
-enum { kBegin, kEnd, kEvents }; /* in the order in which they are created */
+enum { kRanks = 6, kStreams = 3 }; /* a stream has one peer, the others two */
+
+struct Event {
+  int stream = kStreams; /* of which it was recorded last; kStreams for the caller's and none */
+  int recorded = 0;      /* operations on that stream at its last record */
+};
 
 static int g_call, g_fails_at = -1; /* of the calls of one begin */
-static int g_queued;                /* operations on the copy stream */
-static int g_recorded[kEvents];     /* g_queued at the last record of each event */
-static int g_events, g_waited = -1; /* what the caller's stream waits for */
-static char g_copy_stream, g_event_handles[kEvents];
+/* By stream: operations on it, and how many of them the caller's stream waits for. */
+static int g_queued[kStreams + 1], g_waited[kStreams + 1];
+static int g_streams, g_events; /* how many have been created */
+static Event g_event[1 + kStreams];
+static char g_stream[kStreams]; /* their addresses are handles */
+
+static int index_of(const void* stream) {
+  const char* handle = (const char*)stream;
+  bool is_copy_stream = handle >= g_stream && handle < g_stream + kStreams;
+  return is_copy_stream ? (int)(handle - g_stream) : kStreams;
+}
 
 static bool fails() {
   return g_call++ == g_fails_at;
@@ -24,7 +35,8 @@ static bool fails() {
 /* The result of a call that queues an operation on a stream. */
 static bool queue(const void* stream) {
   if (fails()) return false;
-  if (stream == &g_copy_stream) g_queued++;
+  const int index = index_of(stream);
+  if (index < kStreams) g_queued[index]++;
   return true;
 }
 
@@ -53,11 +65,11 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  *stream = (cudaStream_t)&g_copy_stream;
+  *stream = (cudaStream_t)&g_stream[g_streams++];
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = (cudaEvent_t)&g_event_handles[g_events++];
+  *event = (cudaEvent_t)&g_event[g_events++];
   return cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
@@ -65,15 +77,17 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   *function = (void*)write_value; /* cuStreamWaitValue32 has the same parameters */
   return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  const int index = (int)((char*)event - g_event_handles);
-  if (index == kBegin && fails()) return cudaErrorUnknown;
-  g_recorded[index] = g_queued;
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  Event* event = (Event*)handle;
+  event->stream = index_of(stream);
+  if (event->stream == kStreams) return result(!fails());
+  event->recorded = g_queued[event->stream];
   return cudaSuccess;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  if ((void*)stream == &g_copy_stream) return result(queue(stream));
-  g_waited = g_recorded[(char*)event - g_event_handles];
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
+  const Event* event = (const Event*)handle;
+  if (index_of(stream) < kStreams) return result(queue(stream));
+  g_waited[event->stream] = event->recorded;
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t stream) {
@@ -81,7 +95,7 @@ cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStre
 }
 flce_status flce_cuda_peers_begin(const flce_cuda*, const flce_peers*, flce_collective_id, void*,
                                   int64_t, int64_t);
-flce_status flce_cuda_peers_wait(const flce_cuda*, flce_collective_id);
+flce_status flce_cuda_peers_wait(const flce_cuda*, const flce_peers*, flce_collective_id);
 }
 
 /* A collective of which call `fails_at` fails: whether its begin has failed. */
@@ -96,7 +110,7 @@ static bool fails_at(int call) {
   const flce_status status =
       flce_cuda_peers_begin(&cuda, &peers, FLCE_ALL_GATHER_INPUT, memory, 0, 8);
   g_fails_at = -1;
-  flce_cuda_peers_wait(&cuda, FLCE_ALL_GATHER_INPUT);
+  flce_cuda_peers_wait(&cuda, &peers, FLCE_ALL_GATHER_INPUT);
   return status != FLCE_OK;
 }
 
@@ -104,8 +118,10 @@ int main() {
   int calls = 0;
   for (bool failed = true; failed; calls += failed) {
     failed = fails_at(calls);
-    if (g_waited != g_queued) {
-      printf("call %d fails: the wait is for %d of %d operations\n", calls, g_waited, g_queued);
+    for (int k = 0; k < kStreams; k++) {
+      if (g_waited[k] == g_queued[k]) continue;
+      printf("call %d fails: stream %d: the wait is for %d of %d operations\n", calls, k,
+             g_waited[k], g_queued[k]);
       return 1;
     }
   }

@@ -16,4 +16,4 @@ def test_a_wait_is_for_what_a_failed_begin_has_queued(tmp_path):
     subprocess.run(command, check=True, cwd=ROOT)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert int(done.stdout) == 16  # operations of a begin of three ranks
+    assert int(done.stdout) == 39  # operations of a begin of six ranks
