@@ -231,7 +231,7 @@ def every():
     made["memory-time.svg"] = plot.draw_panels(record("27-h100-budgets"), HEADS)
     made["deferred.svg"] = deferred()
     made["distillation.svg"] = distill_plot.draw(record("26-h200-distill-sweep"))
-    made["train-parallel.svg"] = parallel_plot.draw(of_model("1b", record("27-h100x2-train")))
+    made["train-parallel.svg"] = parallel_plot.draw(of_model("1b", record("27-h100x4-train-100")))
     for shape in SHAPES:
         made[f"{shape}-step.svg"] = plot.draw(*rows_of(shape))
     runs = [RESULTS / f"2026-11-23-h200-sampled-training{name}.json" for name in TRAINING]

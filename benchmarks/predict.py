@@ -10,13 +10,13 @@ A step of the slowest rank, of T ranks and C chunks (docs/parallel-reference.md 
 A Plan of flce.plan says the chunks and the collectives with their calls and bytes; `predict` gives
 each a time. meshes.py has the tables.
 
-Only two H200 of one host were measured (benchmarks/results/2026-11-23-h200x2-vocab-parallel.json).
-All beyond is calculated.
+Two H200 and four H100 of one host were measured (benchmarks/results, 2026-11-23-h200x2- and
+2026-11-27-h100x4-vocab-parallel.json). All beyond is calculated.
 """
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -52,9 +52,11 @@ class Machine:
     ragged: float = 50e-6
     # One direction of a GPU's NVLink: the ring's peak (nccl-tests#212). What a peer adds, its flags
     # and the start of a copy, follows from 33.5 MB measured in 0.10 ms between two GPUs
-    # (NOTES.md, 2026-11-23). Copies from several peers run one after the other (peers.cu).
+    # (NOTES.md, 2026-11-23). Copies of one stream run one after the other; x comes by three streams
+    # at a time (peers.cu).
     nvlink: float = 370e9
     copy_peer: float = 9e-6
+    input_streams: int = 3
     # NCCL inside a host. Fitted to 0.15 ms for those bytes, the mean of its all-to-all and its
     # all-gather (the same note), with the latency of small messages (Triton-distributed#57).
     nccl: float = 268e9
@@ -73,6 +75,9 @@ class Machine:
 
 
 H200 = Machine()
+# Four H100: their bare products took 9.30 to 9.67 ms, with the rate above 9.47. The memory's rate
+# is that of finish_grad_input in a profile of that run: 403 MB in 143 us.
+H100 = replace(H200, memory=2.8e12)
 
 
 def ceil_div(a, b):
@@ -257,8 +262,11 @@ class _Step:
         result, planned = self.result, self.plan.collectives[name]
         received = planned.bytes / (planned.forward + planned.backward)
         result.received[name] = result.received.get(name, 0) + received
+        machine = self.machine
+        if name == "input":  # its streams begin at the same time
+            machine = replace(machine, copy_peer=machine.copy_peer / machine.input_streams)
         seconds_of = exchange_seconds if planned.kind == "all-to-all" else gather_seconds
-        seconds = seconds_of(self.machine, self.transport, self.ranks, received)
+        seconds = seconds_of(machine, self.transport, self.ranks, received)
         result.exchange += seconds
         exposed = seconds
         if self.transport.overlaps_products:
@@ -320,20 +328,26 @@ class _Step:
         added = not first
         weight = weight_product(self.machine, rows, self.hidden, self.vocab, added)
         self.add_product(weight)
-        if last:
-            self.collective("partial_dx", weight)
+        if last and "partial_dx" in self.plan.collectives:
+            self.sum_dx(weight)
+
+    def sum_dx(self, weight):
+        """The ranks' terms of dX during dW's product of `weight` seconds. Where their sums are
+        gathered, too, that product is two: the terms during the first, the sums during the second
+        (plan.dw_first_classes of csrc/core)."""
+        gathers = "summed_dx" in self.plan.collectives
+        self.collective("partial_dx", weight / 2 if gathers else weight)
+        self.add_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
+        if gathers:
+            self.collective("summed_dx", weight / 2)
 
     def finish(self):
-        """The sum of the ranks' terms, the target rows of dW, dX from the other ranks."""
-        terms = "partial_dx" in self.plan.collectives
-        if terms:
-            self.add_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
+        """The target rows of dW."""
         # Each token adds to one row of dW on every rank (its target's or its substitute's): the
         # expected number of distinct rows of random targets.
         touched = self.vocab * -math.expm1(-self.tokens / self.vocab)
         moved = self.row_bytes(self.tokens, ELEMENT) + self.row_bytes(touched, 2 * ELEMENT)
-        covered = self.add_pass(moved)
-        self.collective("summed_dx", covered)
+        self.add_pass(moved)
         self.add_pass(0, 2)  # reduce, scale_grads
 
 

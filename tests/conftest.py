@@ -62,7 +62,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def _unused_gpu_memory():
-    """The processes of pytest-xdist share a GPU: each returns what torch's allocator keeps unused."""
+    """The processes of pytest-xdist share a GPU: each returns what its allocator keeps unused."""
     yield
     few = 1 << 30
     if WORKERS > 1 and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > few:

@@ -54,6 +54,27 @@ def test_two_gpus(model, contestant, runs, options):
     assert all(abs(predicted.ratio - one) < 0.02 for one in measured), (predicted.ratio, measured)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "chunks"), [(HEAD, 1), ((16384, 8192, 128256), 3), ((8192, 2048, 151936), 1)]
+)
+def test_four_gpus(model, shape, chunks, sequence):
+    """Within three points of the runs' mean: single runs differ by as much."""
+    record = json.loads((RESULTS / "2026-11-27-h100x4-vocab-parallel.json").read_text())
+    name = "sequence" if sequence else "flce"
+    measured = [
+        row["ratio"]
+        for row in record["rows"]
+        if (row["tokens"], row["hidden"], row["vocab"]) == shape
+        and row["contestant"] == name
+        and row["run"].startswith("after")
+        and "FLCE_PEERS=0" not in row["run"]
+    ]
+    plan = model.make_plan(*shape, 4, chunks=chunks, sequence=sequence)
+    predicted = model.predict(plan, *shape[1:], machine=model.H100)
+    assert predicted.ratio == pytest.approx(sum(measured) / len(measured), abs=0.03)
+
+
 # Milliseconds of the bare products on one H200, medians of runs of benchmarks/results: none of
 # these shapes was fitted.
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@
 #include <type_traits>
 
 enum {
-  kTopThreads = 512,
+  /* Small blocks, of which a multiprocessor has several: one reads its row while others search,
+   * collect and sort. */
+  kTopThreads = 256,
+  kTopBlocks = 4,
   kGroups = 8 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
   kCapacity = 2048,          /* candidates that are sorted; a power of two */
 };
@@ -251,7 +254,7 @@ __device__ __forceinline__ KeyedRow<T, EXP> open_keyed_row(const flce_rows& r, i
 }
 
 template <typename T, bool EXP>
-__global__ void __launch_bounds__(kTopThreads, 2)
+__global__ void __launch_bounds__(kTopThreads, kTopBlocks)
     top_classes(const __grid_constant__ flce_rows r, int groups) {
   __shared__ TopMemory memory;
   pdl_wait();
