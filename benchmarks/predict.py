@@ -10,8 +10,8 @@ A step of the slowest rank, of T ranks and C chunks (docs/parallel-reference.md 
 A Plan of flce.plan says the chunks and the collectives with their calls and bytes; `predict` gives
 each a time. meshes.py has the tables.
 
-Two H200 and four H100 of one host were measured (benchmarks/results, 2026-11-23-h200x2- and
-2026-11-27-h100x4-vocab-parallel.json). All beyond is calculated.
+Everything here is calculated. Two records test it, of two H200 and of four H100 of one host
+(benchmarks/results, 2026-11-23-h200x2- and 2026-11-27-h100x4-vocab-parallel.json).
 """
 
 import itertools
@@ -52,8 +52,8 @@ class Machine:
     ragged: float = 50e-6
     # One direction of a GPU's NVLink: the ring's peak (nccl-tests#212). What a peer adds, its flags
     # and the start of a copy, follows from 33.5 MB measured in 0.10 ms between two GPUs
-    # (NOTES.md, 2026-11-23). Copies of one stream run one after the other; x comes by three streams
-    # at a time (peers.cu).
+    # (NOTES.md, 2026-11-23). Copies of one stream run one after the other; x is copied by up to
+    # input_streams at a time (peers.cu).
     nvlink: float = 370e9
     copy_peer: float = 9e-6
     input_streams: int = 3
@@ -75,9 +75,10 @@ class Machine:
 
 
 H200 = Machine()
-# Four H100: their bare products took 9.30 to 9.67 ms, with the rate above 9.47. The memory's rate
-# is that of finish_grad_input in a profile of that run: 403 MB in 143 us.
-H100 = replace(H200, memory=2.8e12)
+# Four H100: their bare products took 9.14 to 9.67 ms in four runs; the multiply_adds of H200 give
+# 9.47. The memory's rate is that of finish_grad_input in a profile: 403 MB in 143 us, of which
+# `launch` is 4.
+H100 = replace(H200, memory=2.9e12)
 
 
 def ceil_div(a, b):
@@ -264,7 +265,8 @@ class _Step:
         result.received[name] = result.received.get(name, 0) + received
         machine = self.machine
         if name == "input":  # its streams begin at the same time
-            machine = replace(machine, copy_peer=machine.copy_peer / machine.input_streams)
+            streams = min(machine.input_streams, self.ranks - 1)
+            machine = replace(machine, copy_peer=machine.copy_peer / streams)
         seconds_of = exchange_seconds if planned.kind == "all-to-all" else gather_seconds
         seconds = seconds_of(machine, self.transport, self.ranks, received)
         result.exchange += seconds
@@ -332,9 +334,9 @@ class _Step:
             self.sum_dx(weight)
 
     def sum_dx(self, weight):
-        """The ranks' terms of dX during dW's product of `weight` seconds. Where their sums are
-        gathered, too, that product is two: the terms during the first, the sums during the second
-        (plan.dw_first_classes of csrc/core)."""
+        """dX of all ranks, during dW's product of `weight` seconds. Where sums of dX are gathered,
+        that product is split in two: the ranks' terms are exchanged during the first half, then
+        summed, and the sums gathered during the second (dw_first_classes of csrc/flce.h)."""
         gathers = "summed_dx" in self.plan.collectives
         self.collective("partial_dx", weight / 2 if gathers else weight)
         self.add_pass(self.row_bytes(self.tokens, ELEMENT * (1 + 2 / self.ranks)))
@@ -342,7 +344,7 @@ class _Step:
             self.collective("summed_dx", weight / 2)
 
     def finish(self):
-        """The target rows of dW."""
+        """The target rows of dW; the sum of the losses and the scaling of gradients."""
         # Each token adds to one row of dW on every rank (its target's or its substitute's): the
         # expected number of distinct rows of random targets.
         touched = self.vocab * -math.expm1(-self.tokens / self.vocab)

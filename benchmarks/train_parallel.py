@@ -21,7 +21,7 @@ moment in bfloat16 would not change any more.
 The processes and their groups are started once for all runs. With --out one record, which is
 written again after every run, and a picture of it. `host_ms`: in what time the host queues a step,
 with what it waits for in it. Of the 1B shape with tensor parallelism a step waits for the host:
-DTensor's dispatch in Python takes 0.25 to 0.4 s a step, more than the GPUs need, and varies from
+DTensor's dispatch in Python takes 0.27 to 0.4 s a step, more than the GPUs need, and varies from
 run to run by more than the losses differ.
 
     python benchmarks/train_parallel.py --ranks 4 --models 1b 8b --steps 100 10 --out new

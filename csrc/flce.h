@@ -227,8 +227,8 @@ typedef struct flce_plan {
    * accumulator itself. */
   int64_t dw_piece_rows, dx_piece_rows;
   /* Where ranks gather their sums of dX: the classes of the first of two GEMMs of the last chunk's
-   * dW. The ranks' terms of dX are exchanged during that one, the sums during the other. 0: dW of
-   * each chunk is one GEMM. */
+   * dW. The ranks' terms of dX are exchanged during that one, the sums during the other. 0: it is
+   * not split. */
   int64_t dw_first_classes;
   flce_buffer buffers[FLCE_BUF_COUNT]; /* by flce_buffer_id */
   int64_t forward_workspace_bytes,     /* of flce_tensors.workspace in the forward */

@@ -23,7 +23,8 @@ chunk flce_chunk_from_saved(const execution* e, int64_t first);
 chunk flce_rows_of_blocks(const execution* e, int64_t first);
 chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class);
 
-/* E or dz of `classes` classes of the chunk, from `first` on, without its logits. */
+/* The chunk's E or dz of `classes` classes from its class `first` on, counted in the chunk; without
+ * its logits. */
 chunk flce_classes_of(const chunk* c, int64_t first, int64_t classes);
 
 /* plan->dx_first, in the memory of dW: a chunk of dX; the copies of all rows, and a block of them

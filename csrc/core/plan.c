@@ -294,19 +294,21 @@ void flce_choose_dtypes(const flce_problem* problem, const flce_facts* facts, fl
   choose_dw_sum(problem, facts, plan);
 }
 
-/* Where the GEMM of the last chunk's dW is split, see dw_first_classes: about in the middle,
- * because the exchanges that the two GEMMs hide have the same size. A multiple of `waves` classes
- * gives the first GEMM whole waves of tiles of 256 x 128 at each H that is a multiple of 1024;
- * splits elsewhere took up to 4 % of dW's time (benchmarks/NOTES.md, 2026-11-27, sums of dX). */
+/* Where the GEMM of the last chunk's dW is split, see dw_first_classes: near the middle, from a
+ * third to two thirds, because both exchanges move as many elements. At H = 1024 `wave_classes`
+ * classes are a wave of tiles of 256 x 128, at its multiples several, so the first GEMM has no
+ * partial wave; splits elsewhere made dW up to 4 % slower (benchmarks/NOTES.md, 2026-11-27, sums of
+ * dX). */
 static void choose_dw_split(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {
+  enum { CLASSES_A_MULTIPROCESSOR = 256 * 128 / 1024 };
   bool gathers_sums = sums_partial_dx(problem) && !problem->shard.input_is_sharded;
   bool by_gemm = problem->wants.grad_weight && plan->strategy != FLCE_SAVE_NOTHING &&
                  !gradients_are_sampled(plan) && !by_blocks(plan);
-  bool one_kernel = plan->bias_parts > 0; /* grad_weight_gemm sums db of all classes */
-  if (!gathers_sums || !by_gemm || one_kernel || problem->shape.rows == 0) return;
-  enum { TILE_COLUMNS_OF_A_WAVE = 32 };
-  int64_t half = problem->shape.vocab / 2, waves = facts->multiprocessors * TILE_COLUMNS_OF_A_WAVE;
-  int64_t step = waves > 0 && half >= waves ? waves : FLCE_BLOCK_CLASS_STEP;
+  bool with_db = plan->bias_parts > 0; /* grad_weight_gemm makes dW and db of all classes at once */
+  if (!gathers_sums || !by_gemm || with_db || problem->shape.rows == 0) return;
+  int64_t half = problem->shape.vocab / 2;
+  int64_t wave_classes = facts->multiprocessors * CLASSES_A_MULTIPROCESSOR;
+  int64_t step = wave_classes > 0 && half >= wave_classes ? wave_classes : FLCE_BLOCK_CLASS_STEP;
   int64_t first = (half + step / 2) / step * step;
   if (first < problem->shape.vocab) plan->dw_first_classes = first;
 }

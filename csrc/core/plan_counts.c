@@ -43,7 +43,7 @@ static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) 
 }
 
 /* The GEMMs that dw_first_classes adds. */
-static int64_t extra_gemms_of_split(const flce_problem* problem, const flce_plan* plan) {
+static int64_t gemms_of_split(const flce_problem* problem, const flce_plan* plan) {
   int64_t first = plan->dw_first_classes, v = problem->shape.vocab, piece = plan->dw_piece_rows;
   if (first == 0) return 0;
   return gemms_of_rows(first, first, piece) + gemms_of_rows(v - first, v - first, piece) -
@@ -61,13 +61,13 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
     return;
   }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
-  int64_t of_split = extra_gemms_of_split(problem, plan);
+  int64_t split_gemms = gemms_of_split(problem, plan);
   int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
   plan->forward_gemms =
       plan->chunks * (1 + others + (grads && !plan->draws_from_dz ? gradients : 0)) +
-      (grads ? of_split : 0);
+      (grads ? split_gemms : 0);
   int64_t logits = plan->strategy == FLCE_SAVE_STATS && makes_gradients(problem, plan) ? 1 : 0;
-  plan->backward_gemms = plan->backward_chunks * (logits + gradients) + (grads ? 0 : of_split);
+  plan->backward_gemms = plan->backward_chunks * (logits + gradients) + (grads ? 0 : split_gemms);
 }
 
 /* The calls of shards.c. */
@@ -105,7 +105,8 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
       (flce_collective){grads, !grads, received * flce_size_of(plan->grad_input_dtype)};
 }
 
-/* Bytes that the passes of save=samples move, by the multiply-adds of the GEMMs that they replace.
+/* The time of the passes of save=samples over that of the GEMMs that they replace, from the bytes
+ * that they move.
  * Float32 GEMMs take ten times as long as 16-bit ones on a GPU, and a CPU moves few bytes for each
  * multiply-add. Both kinds of gradients write dW once. */
 static double estimate_sampled_time(const flce_problem* problem, const flce_facts* facts,

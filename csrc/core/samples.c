@@ -113,7 +113,7 @@ static flce_status sampled_dw_db(const execution* e, const chunk* all) {
 flce_status flce_sampled_gradients(const execution* e, const chunk* all) {
   FLCE_TRY(sampled_dx(e, all));
   FLCE_TRY(flce_begin_all_to_all_dx(e));
-  FLCE_TRY(flce_begin_all_gather_dx(e));
+  FLCE_TRY(flce_sum_dx(e));
   FLCE_TRY(sampled_dw_db(e, all));
   return flce_wait_all_gather_dx(e);
 }

@@ -282,10 +282,10 @@ static void* gathered_dx(const execution* e) {
   return whole_blocks ? e->shard->caller_tensors->grad_input : buffer_ptr(e, FLCE_BUF_PARTIAL_DX);
 }
 
-flce_status flce_begin_all_gather_dx(const execution* e) {
+flce_status flce_sum_dx(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (!sums_partial_dx(problem) || e->shard->sums_dx) return FLCE_OK;
-  e->shard->sums_dx = true;
+  if (!sums_partial_dx(problem) || e->shard->dx_sum_begun) return FLCE_OK;
+  e->shard->dx_sum_begun = true;
   flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->partial_dx_dtype;
   int64_t count = summed_elements(problem), bytes = count * flce_size_of(dtype),
           first = problem->shard.rank * bytes;

@@ -18,7 +18,7 @@ typedef struct shard_call {
   /* Those of this rank's classes: FLCE_BUF_SHARD_SCALARS, or the call's for a divergence's teacher,
    * which has no loss. */
   const void* local_scalars;
-  bool sums_dx; /* the sum of dX has begun */
+  bool dx_sum_begun; /* flce_sum_dx has run */
 } shard_call;
 
 /* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies. Begins and
@@ -41,12 +41,12 @@ flce_status flce_begin_all_gather_statistics(const execution* e, const chunk* c)
 flce_status flce_wait_all_gather_statistics(const execution* e, const chunk* c);
 /* The backend's divergence_rows, with the sums over all classes. */
 flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_divergence_args* call);
-/* Begins the all-to-all of dX, after its last chunk: this rank's part of it is complete. */
+/* Begins the all-to-all of dX, after its last chunk: this rank's term of it is complete. */
 flce_status flce_begin_all_to_all_dx(const execution* e);
-/* Waits for it, sums the parts of all ranks, and begins the all-gather of the sums. Nothing if that
- * has begun. */
-flce_status flce_begin_all_gather_dx(const execution* e);
-/* Waits for that. */
+/* Waits for it, sums the terms of all ranks and, unless dX is sharded by tokens, begins the
+ * all-gather of the sums. A second call does nothing. */
+flce_status flce_sum_dx(const execution* e);
+/* Waits for that all-gather. */
 flce_status flce_wait_all_gather_dx(const execution* e);
 
 #endif

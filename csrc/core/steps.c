@@ -101,14 +101,15 @@ flce_status flce_finish_chunk_dx(const execution* e, const chunk* c) {
   return is_last(e, c) ? flce_begin_all_to_all_dx(e) : FLCE_OK;
 }
 
-/* dW and db of the last chunk where the ranks gather their sums of dX (plan->dw_first_classes). */
+/* dW and db of the last chunk in two parts (plan->dw_first_classes): the first one hides the
+ * all-to-all of the ranks' terms of dX, the second the all-gather of their sums. */
 static flce_status add_dw_db_in_parts(const execution* e, const chunk* c) {
-  int64_t first = e->plan->dw_first_classes;
-  const chunk before = flce_classes_of(c, 0, first);
-  const chunk after = flce_classes_of(c, first, c->classes - first);
-  FLCE_TRY(flce_add_dw_db(e, &before));
-  FLCE_TRY(flce_begin_all_gather_dx(e));
-  return flce_add_dw_db(e, &after);
+  int64_t classes = e->plan->dw_first_classes;
+  const chunk first_part = flce_classes_of(c, 0, classes);
+  const chunk second_part = flce_classes_of(c, classes, c->classes - classes);
+  FLCE_TRY(flce_add_dw_db(e, &first_part));
+  FLCE_TRY(flce_sum_dx(e));
+  return flce_add_dw_db(e, &second_part);
 }
 
 flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c) {
@@ -120,7 +121,7 @@ flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c) {
 
 flce_status flce_finish_gradients(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_all_to_all_dx(e));
-  FLCE_TRY(flce_begin_all_gather_dx(e));
+  FLCE_TRY(flce_sum_dx(e));
   FLCE_TRY(flce_finish_dw_db(e));
   return flce_wait_all_gather_dx(e);
 }

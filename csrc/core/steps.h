@@ -34,7 +34,8 @@ flce_status flce_run_logits_gemm(const execution* e, const chunk* c);
 
 /* flce_finish_dx, and after the last chunk the beginning of the ranks' exchange of dX. */
 flce_status flce_finish_chunk_dx(const execution* e, const chunk* c);
-/* flce_finish_chunk_dx, and the chunk's dW and db, added to those of the others. */
+/* flce_finish_chunk_dx, and the chunk's dW and db, added to those of the others; in the last chunk
+ * also the sum of dX over the ranks, if their sums are gathered. */
 flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c);
 /* After the last chunk: what no GEMM computes, the sum of dX over the ranks, rounding. */
 flce_status flce_finish_gradients(const execution* e);

@@ -10,21 +10,23 @@
 
 enum Flag { kWritten, kCopied };
 
-enum { kMostStreams = 3 };
+enum { kMaxStreams = 3 };
 
-/* The streams of an id: one for what GEMMs hide, several for x, for which a call waits. These copy
- * at the same time, each from its own peers: where ranks are not in phase, two read from one peer
- * and get half of its link each, while links to others are idle. A GPU has 8 hardware queues by
- * default: with more streams in all, GEMMs might wait behind copies. */
-static int most_streams(flce_collective_id id) {
-  return id == FLCE_ALL_GATHER_INPUT ? kMostStreams : 1;
+/* How many streams copy for an id: several for x, which nothing hides, one for each other id. With
+ * one stream, ranks that begin at different times may copy from the same peer, at half of its speed
+ * each, while other peers send nothing. The six streams of the four ids and the caller's share 8
+ * hardware queues by default; with more, GEMMs would wait behind copies more often. */
+static int streams_of(flce_collective_id id) {
+  return id == FLCE_ALL_GATHER_INPUT ? kMaxStreams : 1;
 }
 
-/* What the collectives of one id run on; created once for each device and never destroyed. */
+/* The streams and events of one id on one device; created once and never destroyed. */
 struct CopyStreams {
-  cudaStream_t streams[kMostStreams];
-  cudaEvent_t begin, ends[kMostStreams];
-  bool exist;
+  cudaStream_t streams[kMaxStreams];
+  /* begin: of the call's work before; written: this rank's flags are set; copied, end: of a
+   * stream's copies, and of all that it does. */
+  cudaEvent_t begin, written, copied[kMaxStreams], ends[kMaxStreams];
+  bool created;
 };
 
 static CopyStreams g_streams[kMaxDevices][FLCE_COLLECTIVES];
@@ -38,12 +40,14 @@ static flce_status create_streams(flce_collective_id id, CopyStreams* made) {
   int least, greatest;
   FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
   FLCE_TRY(create_event(&made->begin));
-  for (int k = 0; k < most_streams(id); k++) {
+  FLCE_TRY(create_event(&made->written));
+  for (int k = 0; k < streams_of(id); k++) {
     FLCE_TRY(check_cuda(
         cudaStreamCreateWithPriority(&made->streams[k], cudaStreamNonBlocking, greatest), "peers"));
+    FLCE_TRY(create_event(&made->copied[k]));
     FLCE_TRY(create_event(&made->ends[k]));
   }
-  made->exist = true;
+  made->created = true;
   return FLCE_OK;
 }
 
@@ -52,7 +56,7 @@ static flce_status copy_streams(const flce_cuda* cuda, flce_collective_id id, Co
   CopyStreams* copies = &g_streams[cuda->device][id];
   pthread_mutex_lock(&g_lock);
   flce_status status = FLCE_OK;
-  if (!copies->exist) status = create_streams(id, copies);
+  if (!copies->created) status = create_streams(id, copies);
   *found = *copies;
   pthread_mutex_unlock(&g_lock);
   return status;
@@ -94,7 +98,7 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
 }
 
 static int used_streams(const flce_peers* peers, flce_collective_id id) {
-  return peers->ranks - 1 < most_streams(id) ? peers->ranks - 1 : most_streams(id);
+  return peers->ranks - 1 < streams_of(id) ? peers->ranks - 1 : streams_of(id);
 }
 
 /* A collective: recv [ranks][bytes] gets `bytes` bytes of every peer's memory from `offset` on. */
@@ -105,7 +109,7 @@ struct Exchange {
   int64_t offset, bytes;
 };
 
-/* Queues the copy of a peer's block, which the peer allows, and of whose end it learns. */
+/* Queues: wait until the peer has written its block, copy it, tell the peer that it is copied. */
 static flce_status queue_copy(cudaStream_t stream, const Exchange& exchange, int peer) {
   const flce_peers* peers = exchange.peers;
   FLCE_TRY(take_flag(stream, flag_at(peers, peers->rank, kWritten, peer)));
@@ -116,26 +120,40 @@ static flce_status queue_copy(cudaStream_t stream, const Exchange& exchange, int
   return set_flag(stream, flag_at(peers, peer, kCopied, peers->rank), 1);
 }
 
-/* Queues the copies of a collective. Every rank begins with other peers, and a peer's flags are
- * written and taken by one stream in every collective, hence in the order of collectives.
+/* `stream` waits for what `before` has been recorded after. */
+static flce_status wait_for(cudaStream_t stream, cudaEvent_t before) {
+  return check_cuda(cudaStreamWaitEvent(stream, before, 0), "peers");
+}
+
+static flce_status record(cudaEvent_t event, cudaStream_t stream) {
+  return check_cuda(cudaEventRecord(event, stream), "peers");
+}
+
+/* Queues the copies of a collective. Rank r copies from r + 1, r + 2, ..., so that ranks begin with
+ * different peers.
  *
- * A GPU has few hardware queues, so operations of one stream may wait behind those of another that
- * were queued before. Hence the order here: what a rank waits for in one loop, every rank has
- * queued in the loops before. With each stream's operations queued at once, ranks could wait for
- * each other in a circle. */
+ * The first stream sets all flags before any stream waits for one, and waits for the peers' copies
+ * after all copies of its own. So no rank waits for another in a circle, whichever streams share a
+ * hardware queue (CUDA_DEVICE_MAX_CONNECTIONS may be 1), and in whatever order a captured graph's
+ * branches run. */
 static flce_status queue_copies(const CopyStreams& copies, const Exchange& exchange) {
   const flce_peers* peers = exchange.peers;
   const int rank = peers->rank, ranks = peers->ranks, used = exchange.streams;
   const auto peer_at = [=](int step) { return (rank + step) % ranks; };
-  const auto stream_at = [&](int step) { return copies.streams[(step - 1) % used]; };
-  for (int k = 0; k < used; k++)
-    FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.streams[k], copies.begin, 0), "peers"));
+  const cudaStream_t first = copies.streams[0];
+  FLCE_TRY(wait_for(first, copies.begin));
   for (int step = 1; step < ranks; step++)
-    FLCE_TRY(set_flag(stream_at(step), flag_at(peers, peer_at(step), kWritten, rank), 1));
+    FLCE_TRY(set_flag(first, flag_at(peers, peer_at(step), kWritten, rank), 1));
+  FLCE_TRY(record(copies.written, first));
+  for (int k = 1; k < used; k++) FLCE_TRY(wait_for(copies.streams[k], copies.written));
   for (int step = 1; step < ranks; step++)
-    FLCE_TRY(queue_copy(stream_at(step), exchange, peer_at(step)));
+    FLCE_TRY(queue_copy(copies.streams[(step - 1) % used], exchange, peer_at(step)));
+  for (int k = 1; k < used; k++) {
+    FLCE_TRY(record(copies.copied[k], copies.streams[k]));
+    FLCE_TRY(wait_for(first, copies.copied[k]));
+  }
   for (int step = 1; step < ranks; step++)
-    FLCE_TRY(take_flag(stream_at(step), flag_at(peers, rank, kCopied, peer_at(step))));
+    FLCE_TRY(take_flag(first, flag_at(peers, rank, kCopied, peer_at(step))));
   return FLCE_OK;
 }
 
@@ -145,14 +163,16 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
                                                          int64_t offset, int64_t bytes) {
   CopyStreams copies;
   FLCE_TRY(copy_streams(cuda, id, &copies));
-  FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
+  FLCE_TRY(record(copies.begin, (cudaStream_t)cuda->stream));
   const int used = used_streams(peers, id);
   flce_status status = queue_copies(copies, {peers, used, recv, offset, bytes});
-  /* After a failure too: a wait must not be for the copies of the collective before. */
+  /* After a failure too: peers_wait would otherwise wait for the collective before alone. */
   for (int k = 0; k < used; k++) {
     const cudaError_t recorded = cudaEventRecord(copies.ends[k], copies.streams[k]);
-    if (status == FLCE_OK) status = check_cuda(recorded, "peers");
-    cudaGetLastError(); /* as check_cuda, which would replace the message of a failure before */
+    if (status == FLCE_OK)
+      status = check_cuda(recorded, "peers");
+    else
+      cudaGetLastError(); /* as check_cuda, which would replace the message of the failure */
   }
   return status;
 }
@@ -163,7 +183,6 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,
   CopyStreams copies;
   FLCE_TRY(copy_streams(cuda, id, &copies));
   for (int k = 0; k < used_streams(peers, id); k++)
-    FLCE_TRY(
-        check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, copies.ends[k], 0), "peers"));
+    FLCE_TRY(wait_for((cudaStream_t)cuda->stream, copies.ends[k]));
   return FLCE_OK;
 }

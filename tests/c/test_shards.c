@@ -130,7 +130,7 @@ static void test_split_dw(void) {
     run_ranks(&s, &m, 3, (int64_t[]){1, 65, 300});
     free_model(&m);
     p->shard.ranks = 2, p->shard.classes = 600;
-    p->memory.bound = 1 << 20; /* chunks take no longer than blocks */
+    p->memory.bound = 1 << 20; /* enough that the plan takes chunks, not blocks */
     flce_plan plan;
     CHECK_OK(plan_on_cpu(&s, &plan));
     CHECK(plan.dw_first_classes == 128, "the first of two GEMMs makes dW of %lld classes of 300",

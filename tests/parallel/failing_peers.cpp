@@ -19,7 +19,7 @@ static int g_call, g_fails_at = -1; /* of the calls of one begin */
 /* By stream: operations on it, and how many of them the caller's stream waits for. */
 static int g_queued[kStreams + 1], g_waited[kStreams + 1];
 static int g_streams, g_events; /* how many have been created */
-static Event g_event[1 + kStreams];
+static Event g_event[2 + 2 * kStreams];
 static char g_stream[kStreams]; /* their addresses are handles */
 
 static int index_of(const void* stream) {

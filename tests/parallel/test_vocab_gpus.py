@@ -246,9 +246,10 @@ def run_divergence(x, w, x_t, w_t, **options):
     return loss.detach(), *torch.autograd.grad(loss, leaves)
 
 
-def check_graph():
+def check_graph(sequence):
     x, w, _, y, _ = draw(1024, 512, 9000, torch.bfloat16, {})
-    vp = flce.VocabParallel(dist.group.WORLD, vocab=9000)
+    vp = flce.VocabParallel(dist.group.WORLD, vocab=9000, sequence=sequence)
+    x = x[classes_of(1024)].clone() if sequence else x
     x, w = x.requires_grad_(), w[classes_of(9000)].clone().requires_grad_()
 
     def step():
@@ -362,7 +363,9 @@ def check_all(transport):
         checks[f"functions, {dtype}"] = functools.partial(check_functions, dtype)
     checks |= {"blocks of FLCE_BLOCKS": check_blocks}
     checks |= {"divergences": check_divergences}
-    checks |= {"graph": check_graph, "interrupts": check_interrupts}
+    for sequence in (False, True):
+        checks[f"graph, sequence={sequence}"] = functools.partial(check_graph, sequence)
+    checks |= {"interrupts": check_interrupts}
     if transport == "one GPU":
         share_one_gpu()
         torch.cuda.set_device(0)

@@ -291,7 +291,7 @@ def test_readme_is_short():
 
 def test_readmes_picture_has_the_figures_of_fuses_tables(pictures):
     text = (pages.DOCS / "fuse.md").read_text(encoding="utf-8")
-    losses, longest, _ = pictures.of_llama()
+    steps, longest, _ = pictures.of_llama()
     short, _, long = re.findall(r"\| Llama 3.2 1B \| (.*) \|", text)
     names = ("plain", "compile", "liger", "fuse"), ("plain", "liger", "fuse")
     cells = [
@@ -299,8 +299,10 @@ def test_readmes_picture_has_the_figures_of_fuses_tables(pictures):
         for of, row in zip(names, (short, long), strict=True)
     ]
     shown = (pages.DOCS / "pictures" / "readme.svg").read_text()
-    for loss, peaks in losses.items():
-        for peak, row in zip(peaks, cells, strict=True):
+    bounded = steps[0].pop("256MiB")
+    assert f">{bounded / 1e9:.1f} GB<" in shown
+    for peaks, row in zip(steps, cells, strict=True):
+        for loss, peak in peaks.items():
             assert f", {peak / 1e9:.1f} GB" in row[loss] and f">{peak / 1e9:.1f} GB<" in shown
     assert f"{longest:,} tokens" in shown and f"| {longest:,} |" in text
 

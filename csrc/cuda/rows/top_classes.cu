@@ -13,12 +13,12 @@
 #include <type_traits>
 
 enum {
-  /* Small blocks, of which a multiprocessor has several: one reads its row while others search,
-   * collect and sort. */
+  /* Small thread blocks, of which a multiprocessor holds kTopBlocks: one reads its row while others
+   * search, collect and sort. */
   kTopThreads = 256,
   kTopBlocks = 4,
-  kGroups = 8 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
-  kCapacity = 2048,          /* candidates that are sorted; a power of two */
+  kGroups = 16 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
+  kCapacity = 2048,           /* candidates that are sorted; a power of two */
 };
 static_assert(FLCE_CANDIDATES(FLCE_MOST_TOPK) <= kCapacity, "the candidates fit");
 
