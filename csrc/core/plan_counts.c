@@ -62,9 +62,9 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   }
   bool grads = plan->strategy == FLCE_SAVE_GRADS;
   int64_t split_gemms = gemms_of_split(problem, plan);
-  int64_t others = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
+  int64_t teacher_gemms = problem->divergence.teacher && !problem->divergence.teacher->has.logits;
   plan->forward_gemms =
-      plan->chunks * (1 + others + (grads && !plan->draws_from_dz ? gradients : 0)) +
+      plan->chunks * (1 + teacher_gemms + (grads && !plan->draws_from_dz ? gradients : 0)) +
       (grads ? split_gemms : 0);
   int64_t logits = plan->strategy == FLCE_SAVE_STATS && makes_gradients(problem, plan) ? 1 : 0;
   plan->backward_gemms = plan->backward_chunks * (logits + gradients) + (grads ? 0 : split_gemms);
@@ -74,20 +74,21 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
 static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   plan->ranks = flce_is_sharded(problem) ? problem->shard.ranks : 1;
   if (plan->ranks == 1) return;
-  int64_t others = problem->shard.ranks - 1;
+  int64_t other_ranks = problem->shard.ranks - 1;
   bool gradients = makes_gradients(problem, plan), grads = plan->strategy == FLCE_SAVE_GRADS;
   if (problem->shard.input_is_sharded) {
     int64_t backward = flce_has_backward(plan->strategy) && backward_reads_input(problem, plan);
     int64_t x =
         flce_input_rows(problem) * problem->shape.hidden * flce_size_of(problem->dtypes.input);
-    const flce_problem* teacher = problem->divergence.teacher; /* gathers its own */
+    const flce_problem* teacher = problem->divergence.teacher; /* its x is gathered, too */
     bool both = teacher && teacher->shard.input_is_sharded;
     int64_t other = both ? x / problem->shape.hidden * teacher->shape.hidden : 0;
     plan->collectives[FLCE_ALL_GATHER_INPUT] =
-        (flce_collective){1 + both, backward, others * ((1 + backward) * x + other)};
+        (flce_collective){1 + both, backward, other_ranks * ((1 + backward) * x + other)};
   }
   bool each_chunk = exchanges_each_chunk(problem, plan);
-  int64_t numbers = flce_shard_stat_count(problem), calls = 1; /* of a row, of a chunk */
+  int64_t calls = 1;                                /* of a chunk */
+  int64_t numbers = flce_shard_stat_count(problem); /* of a row */
   if (plan->is_divergence) { /* statistics of student and teacher, and the sums of the divergence */
     numbers = 2 * numbers + FLCE_DIVERGENCE_SUMS;
     calls = 3;
@@ -95,9 +96,9 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
   numbers *= flce_size_of(flce_stat_dtype(plan->dtype));
   plan->collectives[FLCE_ALL_GATHER_STATISTICS] =
       (flce_collective){each_chunk ? calls * plan->chunks : problem->shape.rows > 0, 0,
-                        others * problem->shape.rows * numbers};
+                        other_ranks * problem->shape.rows * numbers};
   if (!gradients || !sums_partial_dx(problem)) return;
-  int64_t received = others * summed_elements(problem);
+  int64_t received = other_ranks * summed_elements(problem);
   plan->collectives[FLCE_ALL_TO_ALL_DX] =
       (flce_collective){grads, !grads, received * flce_size_of(plan->partial_dx_dtype)};
   if (problem->shard.input_is_sharded) return;
@@ -106,9 +107,8 @@ static void count_collectives(const flce_problem* problem, flce_plan* plan) {
 }
 
 /* The time of the passes of save=samples over that of the GEMMs that they replace, from the bytes
- * that they move.
- * Float32 GEMMs take ten times as long as 16-bit ones on a GPU, and a CPU moves few bytes for each
- * multiply-add. Both kinds of gradients write dW once. */
+ * that they move. Float32 GEMMs take ten times as long as 16-bit ones on a GPU, and a CPU moves few
+ * bytes for each multiply-add. Sampled and exact gradients write dW once. */
 static double estimate_sampled_time(const flce_problem* problem, const flce_facts* facts,
                                     const flce_plan* plan) {
   double n = (double)problem->shape.rows, h = (double)plan->hidden,

@@ -1,6 +1,6 @@
 /* A sharded vocabulary: each rank has the rows of W, b, dW and db of its own classes. Every rank
  * gets the whole loss, and of dX all tokens, its share of the tokens (input_is_sharded) or its own
- * part (partial_grad_input).
+ * term, not summed (partial_grad_input).
  *
  * A rank runs the passes and GEMMs on its own classes, with substitute columns for the targets of
  * others (backend_args.h). The ranks exchange (1) the statistics of the rows, by an all-gather,
@@ -75,7 +75,7 @@ static flce_status gather_input(const execution* e, bool reads) {
   return wait_for(e, FLCE_ALL_GATHER_INPUT);
 }
 
-/* Bytes of a rank's part of the rows of dX that one rank sums. */
+/* Bytes of a block of the all-to-all: a rank's term of the rows of dX that one rank sums. */
 static int64_t partial_dx_bytes(const execution* e) {
   return summed_elements(e->problem) * flce_size_of(e->plan->partial_dx_dtype);
 }

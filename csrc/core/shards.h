@@ -1,6 +1,6 @@
 /* What a sharded vocabulary adds to a call. For one rank these functions do nothing, or call
- * the backend's function of the same name, so that engine.c has one order of calls for
- * any number of ranks. */
+ * the backend's function of the same name, so that callers have one order of calls for any
+ * number of ranks. */
 #ifndef FLCE_SHARDS_H
 #define FLCE_SHARDS_H
 
@@ -15,8 +15,8 @@ typedef struct shard_call {
   const flce_tensors* caller_tensors; /* the same */
   flce_problem problem;               /* e->problem: targets are columns of this rank */
   flce_tensors tensors;               /* e->tensors: x of all tokens, targets as above */
-  /* Those of this rank's classes: FLCE_BUF_SHARD_SCALARS, or the call's for a divergence's teacher,
-   * which has no loss. */
+  /* The scalars of this rank's classes: FLCE_BUF_SHARD_SCALARS. A divergence's teacher has the
+   * call's own here, as it has no loss, which alone would read others. */
   const void* local_scalars;
   bool dx_sum_begun; /* flce_sum_dx has run */
 } shard_call;

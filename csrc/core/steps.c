@@ -8,8 +8,8 @@
 
 /* ---- operands ---- */
 
-/* *out = `source` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `source` itself if it is
- * that, else a copy in buffer `id`. */
+/* *out = `source` [rows][cols] as [rows][pitch] of `dtype`, zero-padded: `source` itself if it has
+ * this dtype and pitch, else a copy in buffer `id`. */
 static flce_status convert(const execution* e, flce_buffer_id id, const void* source,
                            flce_dtype source_dtype, flce_dtype dtype, int64_t rows, int64_t cols,
                            int64_t pitch, const void** out) {

@@ -8,6 +8,7 @@ import pathlib
 import runpy
 import sys
 import typing
+import warnings
 
 from .adapters import ADAPTERS
 from .cases import draw, suite
@@ -78,6 +79,7 @@ def main() -> int:
     arguments, results = options(), []
     if arguments.json and not arguments.json.absolute().parent.is_dir():  # before hours of cases
         sys.exit(f"--json: expected a file in a folder that exists, got {arguments.json}")
+    warnings.filterwarnings("ignore", "flce: every label is ignore_index")  # some cases have that
     for record in records(arguments):
         show(record)
         results.append(vars(record))
