@@ -69,6 +69,10 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
            (long long)plan->whole_classes);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld sampled_time=%.3g\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms, plan->sampled_time);
+  if (plan->dw_first_classes > 0)
+    append(text, size, &used,
+           "dW of the last chunk in two GEMMs: the first %lld classes, then the others\n",
+           (long long)plan->dw_first_classes);
   if (plan->strategy == FLCE_SAVE_STATS)
     append(text, size, &used, "the backward computes the logits again\n");
   append(text, size, &used, "forward_peak_bytes=%lld backward_peak_bytes=%lld peak_bytes=%lld\n",

@@ -135,6 +135,9 @@ static void test_split_dw(void) {
     CHECK_OK(plan_on_cpu(&s, &plan));
     CHECK(plan.dw_first_classes == 128, "the first of two GEMMs makes dW of %lld classes of 300",
           (long long)plan.dw_first_classes);
+    char text[8192];
+    flce_plan_text(&plan, text, sizeof text);
+    CHECK(strstr(text, "two GEMMs: the first 128 classes"), "plan: %s", text);
   }
   test_set_variable("FLCE_BLOCKS", NULL);
 }
