@@ -138,21 +138,24 @@ class _TorchOptions(TypedDict, total=False):
     options: Annotated[object, Option(None)]
 
 
-class _Classes(TypedDict, total=False):
-    classes: Annotated[Tensor | None, Option(None, "Tensor?")]
+class _Topk(TypedDict, total=False):
     topk: Annotated[int, Option(0, "int")]
+
+
+class _Classes(_Topk, total=False):
+    classes: Annotated[Tensor | None, Option(None, "Tensor?")]
 
 
 class _PlannedReturns(TypedDict, total=False):
     return_lse: Annotated[bool, Option(False)]
     return_entropy: Annotated[bool | Literal["detached"], Option(False)]
     return_predictions: Annotated[bool, Option(False)]
+    return_tail_lse: Annotated[bool, Option(False)]
 
 
 class _Returns(_PlannedReturns, total=False):
     return_accuracy: Annotated[bool, Option(False)]
     return_z_loss: Annotated[bool, Option(False)]
-    return_tail_lse: Annotated[bool, Option(False)]
 
 
 # ---- which options a function has ----
@@ -239,7 +242,7 @@ class ModuleOptions(_OfPlan, _Sharded):
     """Those that Modules hold as attributes."""
 
 
-class PlanOptions(_OfPlan, _PlannedReturns):
+class PlanOptions(_OfPlan, _Topk, _PlannedReturns):
     """Of flce.plan, where ranks and sequence take the place of vocab_parallel."""
 
 

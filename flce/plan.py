@@ -124,9 +124,10 @@ def plan(
         teacher_hidden, teacher_logits: of `linear_divergence`, whatever its divergence: the hidden
             size of a teacher's head; or the dtype of given logits, or K of (ids,
             log-probabilities), where torch's operations on (N, K) are not in the plan.
-        **options: those of the Modules, return_lse, return_entropy and return_predictions, as in
-            `linear_cross_entropy`; accumulate_into is for a .grad that exists already, or for a
-            float32 .main_grad.
+        **options: those of the Modules, topk, return_lse, return_entropy, return_predictions and
+            return_tail_lse, as in `linear_cross_entropy`; accumulate_into is for a .grad that
+            exists already, or for a float32 .main_grad. `linear_logprobs(return_topk=K)` is
+            `reduction="none", topk=K, return_lse=True`.
 
     Raises:
         TypeError, ValueError: what the call itself would refuse.
@@ -148,6 +149,8 @@ def plan(
     dtypes = {"dtype": dtype, "input_dtype": input_dtype, "weight_dtype": weight_dtype}
     dtypes = {name: dtype if value is None else value for name, value in dtypes.items()}
     codes = {name: packing.code_of(name, value) for name, value in dtypes.items()}
+    if options.get("return_tail_lse") and not options["topk"]:
+        validate.refuse("return_tail_lse", "False without topk", True)
     _check_targets(valid_bound, probabilities)
     teacher = _teacher_of(teacher_hidden, teacher_logits)
     if "classes" in teacher:

@@ -351,6 +351,28 @@ def test_peak_memory(device, save, chunks, dtype):
     check_peaks(case, device, forward=True, save=save, max_memory=budget if chunks else None)
 
 
+@cases.pairwise(dtype=(torch.float32, torch.bfloat16), tail=(False, True))
+def test_peak_memory_of_the_largest_classes(device, dtype, tail):
+    case = cases.make_case(512, 128, 16384, dtype=dtype, device=device)
+    options = {"topk": 8, "return_lse": True, "return_tail_lse": tail, "reduction": "none"}
+    options["max_memory"] = "8MiB"
+    plan = plan_of(case, device, (), **options)
+    assert plan.chunks > 1 and {"classes", "class_logits"} <= plan.buffers.keys()
+
+    @torch.no_grad()
+    def call():
+        return flce.linear_cross_entropy(case.input, case.linear_weight, case.target, **options)
+
+    call()
+    measured, scratch = cases.peak_bytes(call, device), gemm_scratch(case, plan)
+    assert 0.98 * plan.peak_bytes <= measured <= 1.02 * plan.peak_bytes + scratch
+
+
+def test_the_tail_of_no_classes_is_refused():
+    with pytest.raises(ValueError, match="^return_tail_lse: expected False without topk, got True"):
+        flce.plan(8, 4, 16, device="cpu", return_tail_lse=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_no_copy_of_a_weight_with_an_odd_hidden_size(dtype):
     """The CPU's GEMMs take rows of any size: a call allocates less than the weight has."""
