@@ -149,8 +149,6 @@ def plan(
     dtypes = {"dtype": dtype, "input_dtype": input_dtype, "weight_dtype": weight_dtype}
     dtypes = {name: dtype if value is None else value for name, value in dtypes.items()}
     codes = {name: packing.code_of(name, value) for name, value in dtypes.items()}
-    if options.get("return_tail_lse") and not options["topk"]:
-        validate.refuse("return_tail_lse", "False without topk", True)
     _check_targets(valid_bound, probabilities)
     teacher = _teacher_of(teacher_hidden, teacher_logits)
     if "classes" in teacher:
@@ -161,6 +159,8 @@ def plan(
             "plan", ranks, vocab=vocab, input_is_sharded=int(sequence), wide_terms=wide_terms
         )
     packed, _ = packing.split(options)
+    if packed.wanted.tail_lse and not packed.topk:
+        validate.refuse("return_tail_lse", "False without topk", True)
     memory = packed.memory(gpu or device)
     added, attribute = -1, grad_weight and packed.accumulate_into
     if attribute and ("classes" in teacher or not teacher):
