@@ -38,7 +38,7 @@ READY := build/ready$(subst /,-,$(PYTHON))
 FRAMEWORKS := build/frameworks$(subst /,-,$(PYTHON))
 C_SOURCES := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 SOURCES := setup.py pyproject.toml $(C_SOURCES)
-C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch] tests/parallel/*.cpp)
+C_FILES := $(filter-out %.map,$(C_SOURCES)) $(wildcard tests/c/*.[ch] tests/parallel/*.cpp tests/parallel/*.h)
 
 .PHONY: test test-c sanitize-threads test-py test-integrations integrations demo demo-hf lint format cuda wheel sdist \
 	sbom hub docs pictures bench-readme clean python

@@ -171,12 +171,14 @@ def latency(machine, hosts):
     return machine.nccl_latency + machine.network_latency * math.log2(hosts)
 
 
-def gather_seconds(machine, transport, ranks, received, members=None):
+def gather_seconds(machine, transport, ranks, received, members=None, streams=1):
     """An all-gather, or a reduce-scatter, in which a rank receives (sends) `received` bytes.
-    `members`: ranks of the group on a host. Its cards share what the host receives."""
+    `members`: ranks of the group on a host. Its cards share what the host receives. `streams`: of
+    the copy engines, at the same time."""
     members = members or min(ranks, machine.host)
     if transport is COPIES:
-        return (ranks - 1) * machine.copy_peer + received / machine.nvlink
+        streams = min(streams, max(ranks - 1, 1))
+        return (ranks - 1) * machine.copy_peer / streams + received / machine.nvlink
     link = machine.nccl if transport is NCCL else machine.nvlink
     remote = received * (ranks - members) / max(ranks - 1, 1) / members
     hosts = ceil_div(ranks, members)
@@ -263,12 +265,12 @@ class _Step:
         result, planned = self.result, self.plan.collectives[name]
         received = planned.bytes / (planned.forward + planned.backward)
         result.received[name] = result.received.get(name, 0) + received
-        machine = self.machine
-        if name == "input":  # its streams begin at the same time
-            streams = min(machine.input_streams, self.ranks - 1)
-            machine = replace(machine, copy_peer=machine.copy_peer / streams)
-        seconds_of = exchange_seconds if planned.kind == "all-to-all" else gather_seconds
-        seconds = seconds_of(machine, self.transport, self.ranks, received)
+        exchange = self.machine, self.transport, self.ranks, received
+        streams = self.machine.input_streams if name == "input" else 1
+        if planned.kind == "all-to-all":
+            seconds = exchange_seconds(*exchange)
+        else:
+            seconds = gather_seconds(*exchange, streams=streams)
         result.exchange += seconds
         exposed = seconds
         if self.transport.overlaps_products:

@@ -22,7 +22,7 @@ def refuse(name, expected, got, error=ValueError):
 
 def refusal(error):
     """The error, marked as one of flce's own, which names its argument: where a call raises another
-    error, the caller looks for the argument that caused it."""
+    error, the caller finds out which argument caused it."""
     if not torch.compiler.is_dynamo_compiling():  # it would refuse the attribute instead
         error.is_flce_refusal = True
     return error

@@ -284,8 +284,7 @@ static void* gathered_dx(const execution* e) {
 
 flce_status flce_sum_dx(const execution* e) {
   const flce_problem* problem = e->problem;
-  if (!sums_partial_dx(problem) || e->shard->dx_sum_begun) return FLCE_OK;
-  e->shard->dx_sum_begun = true;
+  if (!sums_partial_dx(problem)) return FLCE_OK;
   flce_dtype dtype = e->plan->grad_input_dtype, term_dtype = e->plan->partial_dx_dtype;
   int64_t count = summed_elements(problem), bytes = count * flce_size_of(dtype),
           first = problem->shard.rank * bytes;

@@ -18,7 +18,6 @@ typedef struct shard_call {
   /* The scalars of this rank's classes: FLCE_BUF_SHARD_SCALARS. A divergence's teacher has the
    * call's own here, as it has no loss, which alone would read others. */
   const void* local_scalars;
-  bool dx_sum_begun; /* flce_sum_dx has run */
 } shard_call;
 
 /* Fills e->shard, which has `comm`, and points e->problem and e->tensors to its copies. Begins and
@@ -44,7 +43,7 @@ flce_status flce_divergence_rows(const execution* e, const chunk* c, flce_diverg
 /* Begins the all-to-all of dX, after its last chunk: this rank's term of it is complete. */
 flce_status flce_begin_all_to_all_dx(const execution* e);
 /* Waits for it, sums the terms of all ranks and, unless dX is sharded by tokens, begins the
- * all-gather of the sums. A second call does nothing. */
+ * all-gather of the sums. */
 flce_status flce_sum_dx(const execution* e);
 /* Waits for that all-gather. */
 flce_status flce_wait_all_gather_dx(const execution* e);

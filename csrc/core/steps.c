@@ -121,7 +121,8 @@ flce_status flce_finish_dx_add_dw_db(const execution* e, const chunk* c) {
 
 flce_status flce_finish_gradients(const execution* e) {
   if (e->problem->shape.rows == 0) FLCE_TRY(flce_begin_all_to_all_dx(e));
-  FLCE_TRY(flce_sum_dx(e));
+  bool is_summed = e->plan->dw_first_classes > 0; /* by add_dw_db_in_parts */
+  if (!is_summed) FLCE_TRY(flce_sum_dx(e));
   FLCE_TRY(flce_finish_dw_db(e));
   return flce_wait_all_gather_dx(e);
 }

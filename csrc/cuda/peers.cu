@@ -23,8 +23,9 @@ static int streams_of(flce_collective_id id) {
 /* The streams and events of one id on one device; created once and never destroyed. */
 struct CopyStreams {
   cudaStream_t streams[kMaxStreams];
-  /* begin: of the call's work before; written: this rank's flags are set; copied, end: of a
-   * stream's copies, and of all that it does. */
+  /* begin: of the call's work before; written: this rank's flags are set; copied: of a
+   * stream's copies; ends: of all that a stream does. The first stream's end is after the others'
+   * copies, but after a failure it may not be. */
   cudaEvent_t begin, written, copied[kMaxStreams], ends[kMaxStreams];
   bool created;
 };

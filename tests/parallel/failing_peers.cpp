@@ -1,10 +1,8 @@
 /* csrc/cuda/peers.cu on a CUDA runtime that only notes what is queued, and of which one call fails:
  * whichever of a begin's operations cannot be queued, the wait after it is for all that are. Prints
  * how many calls have failed. Compiled and run by test_peers.py, without a GPU. */
-#include "peers.h"
+#include "cuda_stubs.h"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -49,21 +47,6 @@ static CUresult write_value(CUstream stream, CUdeviceptr, cuuint32_t, unsigned) 
 }
 
 extern "C" {
-void** __cudaRegisterFatBinary(void*) {
-  return NULL;
-}
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-cudaError_t cudaGetLastError() {
-  return cudaSuccess;
-}
-const char* cudaGetErrorString(cudaError_t) {
-  return "it fails";
-}
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = *greatest = 0;
-  return cudaSuccess;
-}
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   *stream = (cudaStream_t)&g_stream[g_streams++];
   return cudaSuccess;
@@ -93,9 +76,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t stream) {
   return result(queue(stream));
 }
-flce_status flce_cuda_peers_begin(const flce_cuda*, const flce_peers*, flce_collective_id, void*,
-                                  int64_t, int64_t);
-flce_status flce_cuda_peers_wait(const flce_cuda*, const flce_peers*, flce_collective_id);
 }
 
 /* A collective of which call `fails_at` fails: whether its begin has failed. */

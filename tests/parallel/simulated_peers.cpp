@@ -2,21 +2,13 @@
  * orders, on few hardware queues or as the branches of captured graphs. Every collective has to
  * end, and every rank has to receive what its peers have written for that collective. Compiled and
  * run by test_peers.py, without a GPU. */
-#include "peers.h"
+#include "cuda_stubs.h"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <string.h>
 
 #include <random>
 #include <vector>
-
-extern "C" {
-flce_status flce_cuda_peers_begin(const flce_cuda*, const flce_peers*, flce_collective_id, void*,
-                                  int64_t, int64_t);
-flce_status flce_cuda_peers_wait(const flce_cuda*, const flce_peers*, flce_collective_id);
-}
 
 enum { kMostRanks = 8, kCollectives = 3, kStreamsOfRank = 32 };
 
@@ -72,21 +64,6 @@ static CUresult wait_value(CUstream stream, CUdeviceptr flag, cuuint32_t value, 
 }
 
 extern "C" {
-void** __cudaRegisterFatBinary(void*) {
-  return NULL;
-}
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-cudaError_t cudaGetLastError() {
-  return cudaSuccess;
-}
-const char* cudaGetErrorString(cudaError_t) {
-  return "";
-}
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = *greatest = 0;
-  return cudaSuccess;
-}
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   *stream = (cudaStream_t)(intptr_t)++rank_now().streams;
   return cudaSuccess;

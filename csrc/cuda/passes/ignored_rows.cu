@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   if (i < r.rows && is_left_out(r, i, bound, &value)) write_blank(r, i, value);
 }
 
-/* Writes the rows of dX that compact_rows leaves out. Each row of dX has a warp, which first looks
+/* Writes the rows of dX that compact_rows leaves out. Each row of dX has a warp, which first tests
  * whether it is one; most often none is, and a thread block for each of 8192 rows would take 16 us
  * to find that, not 3. N: elements of a store. */
 template <typename S, int N>
