@@ -52,11 +52,9 @@ class Machine:
     ragged: float = 50e-6
     # One direction of a GPU's NVLink: the ring's peak (nccl-tests#212). What a peer adds, its flags
     # and the start of a copy, follows from 33.5 MB measured in 0.10 ms between two GPUs
-    # (NOTES.md, 2026-11-23). Copies of one stream run one after the other; x is copied by up to
-    # input_streams at a time (peers.cu).
+    # (NOTES.md, 2026-11-23). Copies run one after the other.
     nvlink: float = 370e9
     copy_peer: float = 9e-6
-    input_streams: int = 3
     # NCCL inside a host. Fitted to 0.15 ms for those bytes, the mean of its all-to-all and its
     # all-gather (the same note), with the latency of small messages (Triton-distributed#57).
     nccl: float = 268e9
@@ -171,14 +169,12 @@ def latency(machine, hosts):
     return machine.nccl_latency + machine.network_latency * math.log2(hosts)
 
 
-def gather_seconds(machine, transport, ranks, received, members=None, streams=1):
+def gather_seconds(machine, transport, ranks, received, members=None):
     """An all-gather, or a reduce-scatter, in which a rank receives (sends) `received` bytes.
-    `members`: ranks of the group on a host. Its cards share what the host receives. `streams`: of
-    the copy engines, at the same time."""
+    `members`: ranks of the group on a host. Its cards share what the host receives."""
     members = members or min(ranks, machine.host)
     if transport is COPIES:
-        streams = min(streams, max(ranks - 1, 1))
-        return (ranks - 1) * machine.copy_peer / streams + received / machine.nvlink
+        return (ranks - 1) * machine.copy_peer + received / machine.nvlink
     link = machine.nccl if transport is NCCL else machine.nvlink
     remote = received * (ranks - members) / max(ranks - 1, 1) / members
     hosts = ceil_div(ranks, members)
@@ -265,12 +261,8 @@ class _Step:
         result, planned = self.result, self.plan.collectives[name]
         received = planned.bytes / (planned.forward + planned.backward)
         result.received[name] = result.received.get(name, 0) + received
-        exchange = self.machine, self.transport, self.ranks, received
-        streams = self.machine.input_streams if name == "input" else 1
-        if planned.kind == "all-to-all":
-            seconds = exchange_seconds(*exchange)
-        else:
-            seconds = gather_seconds(*exchange, streams=streams)
+        seconds_of = exchange_seconds if planned.kind == "all-to-all" else gather_seconds
+        seconds = seconds_of(self.machine, self.transport, self.ranks, received)
         result.exchange += seconds
         exposed = seconds
         if self.transport.overlaps_products:

@@ -108,9 +108,10 @@ struct flce_backend {
                                     int64_t weights);
 
   /* rows->classes.ids of each row: this rank's classes with the largest l, as flce_tensors.classes
-   * says. Reads z, or, with from_exp, E in `out` (form exp, without a softcap) and, for the
+   * says. Reads z. With fused_scratch, `rows` is that of the fused_logits (form exp, without a
+   * softcap) and fused_statistics that used this scratch: then E in `out` is read and, for the
    * target's column, the statistics. Columns that round to the same float32 or E are equal. */
-  flce_status (*top_classes)(void* self, const flce_rows* rows, bool from_exp);
+  flce_status (*top_classes)(void* self, const flce_rows* rows, void* fused_scratch);
   /* z of the classes in rows->classes.ids, each the sum of one row of x times one of W, in the stat
    * dtype. NaN for a class that does not exist, and in rows whose target is out of range; else as
    * flce_tensors.class_logits says. */

@@ -191,6 +191,7 @@ typedef struct flce_rows {
   void* loss;
   int64_t* predictions; /* [N]: the lowest column with the largest l; or NULL */
   flce_row_classes classes;
+  bool finds_classes;      /* fused_logits: top_classes reads its E and its scratch */
   const void* scalars;     /* [FLCE_SCALAR_COUNT] stat dtype */
   const void* input_scale; /* row_coefficients: [1] stat dtype, what FLCE_COEF_VALID is in rows that
                             * are not ignored; NULL for 1 */

@@ -53,6 +53,7 @@ enum {
   FLCE_COUNTED_TOKENS =
       8192, /* order_targets sorts so many without CUB, in 32 KiB of shared memory */
   FLCE_ORDER_ALIGNMENT = 256, /* bytes, of the arrays in the results of the three sorts */
+  FLCE_SEARCHED_TILES = 4096, /* top_classes: at most, whose numbers fit in its shared memory */
 };
 
 static inline int64_t flce_ceil_div(int64_t a, int64_t b) {
@@ -74,6 +75,13 @@ static inline int64_t flce_bias_parts(const flce_weight_gemm_sizes* gemm, int64_
   if (gemm->tile_columns == 0) return 0;
   int64_t tiles = flce_ceil_div(hidden, gemm->tile_columns);
   return tiles < gemm->most_bias_parts ? tiles : gemm->most_bias_parts;
+}
+
+/* Whether top_classes searches for `count` classes of a row by the largest E of each of the logits
+ * GEMM's `tiles` column tiles. With fewer tiles many columns would reach the count-th largest of
+ * them. */
+static inline bool flce_searches_tiles(int64_t count, int64_t tiles) {
+  return count > 0 && 2 * count <= tiles && tiles <= FLCE_SEARCHED_TILES;
 }
 
 /* column_sum: columns of a thread block. */

@@ -30,9 +30,8 @@ typedef flce_status (*flce_cuda_peers_begin_fn)(const flce_cuda* cuda, const flc
                                                 int64_t bytes);
 /* Work queued on cuda->stream after this call runs when the copies are complete and all ranks have
  * copied this rank's data. After a begin that failed it runs when what that has queued is complete,
- * which may wait for other ranks. `peers`: those of the begin. */
-typedef flce_status (*flce_cuda_peers_wait_fn)(const flce_cuda* cuda, const flce_peers* peers,
-                                               flce_collective_id id);
+ * which may wait for other ranks. */
+typedef flce_status (*flce_cuda_peers_wait_fn)(const flce_cuda* cuda, flce_collective_id id);
 
 #ifdef __cplusplus
 }

@@ -19,13 +19,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # As counted by local_bytes() with nvcc 13.0. The template arguments of the logits GEMM are Kind (0
-# plain, 1 biased, 4 general, 5 probabilities, 6 scaled), FusedResult (0 nothing, 1 E, 2 z,
-# 3 packed), RETRY and HALF.
+# plain, 1 biased, 4 general, 5 probabilities, 6 scaled), FusedResult (0 nothing, 1 E, 2 E
+# and its maxima, 3 z, 4 packed), RETRY and HALF.
 LOCAL_BYTES = {
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, false, false>": 12,
     "logits_gemm_sm90<(Kind)0, (FusedResult)1, true, false>": 8,
     "logits_gemm_sm90<(Kind)1, (FusedResult)1, false, false>": 8,
     "logits_gemm_sm90<(Kind)1, (FusedResult)1, true, false>": 8,
+    "logits_gemm_sm90<(Kind)0, (FusedResult)2, false, false>": 8,
+    "logits_gemm_sm90<(Kind)0, (FusedResult)2, true, false>": 8,
+    "logits_gemm_sm90<(Kind)1, (FusedResult)2, false, false>": 8,
+    "logits_gemm_sm90<(Kind)1, (FusedResult)2, true, false>": 8,
     "finish_all_rows<double, double, 1>": 40,
 }
 for half in ("false", "true"):
@@ -34,11 +38,13 @@ for half in ("false", "true"):
         f"logits_gemm_sm90<(Kind)4, (FusedResult)0, true, {half}>": 156,
         f"logits_gemm_sm90<(Kind)4, (FusedResult)1, false, {half}>": 292,
         f"logits_gemm_sm90<(Kind)4, (FusedResult)1, true, {half}>": 476,
-        f"logits_gemm_sm90<(Kind)4, (FusedResult)2, false, {half}>": 132,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)2, false, {half}>": 312,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)2, true, {half}>": 328,
+        f"logits_gemm_sm90<(Kind)4, (FusedResult)3, false, {half}>": 132,
         f"logits_gemm_sm90<(Kind)5, (FusedResult)0, false, {half}>": 132,
         f"logits_gemm_sm90<(Kind)5, (FusedResult)0, true, {half}>": 268,
-        f"logits_gemm_sm90<(Kind)5, (FusedResult)2, false, {half}>": 168,
-        f"logits_gemm_sm90<(Kind)6, (FusedResult)3, true, {half}>": 20,
+        f"logits_gemm_sm90<(Kind)5, (FusedResult)3, false, {half}>": 168,
+        f"logits_gemm_sm90<(Kind)6, (FusedResult)4, true, {half}>": 20,
     }
 REMARK = re.compile(r"^ptxas (?:warning|info *: \(C\d+\)).*", re.MULTILINE)
 PROPERTIES = re.compile(

@@ -159,8 +159,7 @@ class Collectives {
   static flce_status wait(void* self, flce_collective_id id) {
     const auto* comm = static_cast<const Collectives*>(self);
     if (comm->uses_copy_engines(id))
-      return comm->with_cuda_message(
-          cuda_library().peers_wait(comm->device_.cuda(), &comm->peers_[id], id));
+      return comm->with_cuda_message(cuda_library().peers_wait(comm->device_.cuda(), id));
     return caught([&] {
       StableIValue arguments[] = {value(comm->group_), value(static_cast<int64_t>(id))};
       return call_operator("flce::comm_wait", arguments);

@@ -29,6 +29,7 @@ flce_fused_call flce_fused_call_of(const execution* e, const chunk* c) {
   if (e->plan->form == FLCE_FORM_EXP) set_out(&call.rows, &c->out);
   call.rows.bias = e->bias;
   call.rows.teacher = c->packed_with;
+  call.rows.finds_classes = e->plan->finds_classes;
   /* Where the forward makes dX, flce_sum_w_for_smoothing has computed this sum (else the buffer is
    * NULL). The label-smoothing sums that follow from it are cheaper than those that the GEMM's
    * epilogue would compute. */
@@ -82,12 +83,19 @@ static flce_status fused_statistics(const execution* e, const chunk* c) {
   return FLCE_OK;
 }
 
-/* The top-k classes of the rows, from their logits or, `from_exp`, from their E. */
-static flce_status find_classes(const execution* e, const chunk* c, bool from_exp) {
+/* The top-k classes of the rows, from their logits. */
+static flce_status find_classes(const execution* e, const chunk* c) {
   if (!e->plan->finds_classes) return FLCE_OK;
   flce_rows rows = flce_local_rows(e, c);
-  if (from_exp) set_out(&rows, &c->out);
-  CALL(e, top_classes, &rows, from_exp);
+  CALL(e, top_classes, &rows, NULL);
+  return FLCE_OK;
+}
+
+/* The same after fused_statistics, from E where the GEMM has written that. */
+static flce_status find_classes_fused(const execution* e, const chunk* c) {
+  if (!e->plan->finds_classes || e->plan->form != FLCE_FORM_EXP) return find_classes(e, c);
+  flce_fused_call call = flce_fused_call_of(e, c);
+  CALL(e, top_classes, &call.rows, call.scratch);
   return FLCE_OK;
 }
 
@@ -102,11 +110,11 @@ flce_status flce_statistics(const execution* e, const chunk* c) {
   if (e->problem->shape.vocab == 0) return FLCE_OK;
   if (fuses(e)) {
     FLCE_TRY(fused_statistics(e, c));
-    FLCE_TRY(find_classes(e, c, e->plan->form == FLCE_FORM_EXP));
+    FLCE_TRY(find_classes_fused(e, c));
     return sum_tail(e, c);
   }
   flce_rows rows = flce_local_rows(e, c);
-  FLCE_TRY(find_classes(e, c, false));
+  FLCE_TRY(find_classes(e, c));
   CALL(e, stat_rows, &rows);
   return sum_tail(e, c);
 }
@@ -116,7 +124,7 @@ flce_status flce_statistics_and_exp(const execution* e, const chunk* c) {
   if (!by_row_pass || e->problem->shape.vocab == 0) return flce_statistics(e, c);
   flce_rows rows = flce_local_rows(e, c);
   set_out(&rows, &c->out);
-  FLCE_TRY(find_classes(e, c, false)); /* before E overwrites the logits */
+  FLCE_TRY(find_classes(e, c)); /* before E overwrites the logits */
   CALL(e, exp_rows, &rows);
   return FLCE_OK;
 }

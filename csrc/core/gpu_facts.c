@@ -14,17 +14,18 @@ static int64_t most_of(int64_t a, int64_t b) {
 /* ---- an architecture's own GEMMs ---- */
 
 /* Upper bound of the arrays [tiles of V][rows] that fused_scratch_of lays out. */
-static int64_t number_count(const flce_problem* p) {
+static int64_t number_count(const flce_problem* p, int64_t tiles) {
   const bool soft = p->has.probabilities;
   return 1 + (soft || p->loss.label_smoothing > 0) + soft + p->wants.entropy +
-         2 * p->wants.predictions;
+         2 * p->wants.predictions + flce_searches_tiles(flce_candidates(p->wants.topk), tiles);
 }
 
 /* Bytes of fused_scratch for each row: those arrays, up to six vectors [rows], the
  * PackedRow of a divergence, and `retry`, which has 1 + ceil(rows / 256) elements, at most two a
  * row. */
 static int64_t scratch_row_bytes(const flce_logits_gemm_sizes* gemm, const flce_problem* p) {
-  return 4 * (number_count(p) * flce_ceil_div(p->shape.vocab, gemm->tile_columns) + 8 +
+  const int64_t tiles = flce_ceil_div(p->shape.vocab, gemm->tile_columns);
+  return 4 * (number_count(p, tiles) * tiles + 8 +
               (p->divergence.teacher ? FLCE_PACKED_ROW_FLOATS : 0));
 }
 

@@ -66,8 +66,9 @@ static void top_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-flce_status flce_cpu_top_classes(void* self, const flce_rows* rows, bool from_exp) {
-  if (from_exp) return flce_fail(FLCE_UNSUPPORTED, "top_classes: the CPU has no exp rows here");
+flce_status flce_cpu_top_classes(void* self, const flce_rows* rows, void* fused_scratch) {
+  if (fused_scratch)
+    return flce_fail(FLCE_UNSUPPORTED, "top_classes: the CPU has no fused logits GEMM");
   flce_cpu_parallel(self, rows->rows, rows->vocab, top_range, (void*)rows);
   return FLCE_OK;
 }

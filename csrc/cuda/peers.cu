@@ -10,54 +10,30 @@
 
 enum Flag { kWritten, kCopied };
 
-enum { kMaxStreams = 3 };
-
-/* How many streams copy for an id: several for x, which nothing hides, one for each other id. With
- * one stream, ranks that begin at different times may copy from the same peer, at half of its speed
- * each, while other peers send nothing. The six streams of the four ids and the caller's share 8
- * hardware queues by default; with more, GEMMs would wait behind copies more often. */
-static int streams_of(flce_collective_id id) {
-  return id == FLCE_ALL_GATHER_INPUT ? kMaxStreams : 1;
-}
-
-/* The streams and events of one id on one device; created once and never destroyed. */
-struct CopyStreams {
-  cudaStream_t streams[kMaxStreams];
-  /* begin: of the call's work before; written: this rank's flags are set; copied: of a
-   * stream's copies; ends: of all that a stream does. The first stream's end is after the others'
-   * copies, but after a failure it may not be. */
-  cudaEvent_t begin, written, copied[kMaxStreams], ends[kMaxStreams];
-  bool created;
+/* What the collectives of one id run on; created once for each device and never destroyed. */
+struct CopyStream {
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
 };
 
-static CopyStreams g_streams[kMaxDevices][FLCE_COLLECTIVES];
+static CopyStream g_streams[kMaxDevices][FLCE_COLLECTIVES];
 static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards g_streams */
 
-static flce_status create_event(cudaEvent_t* made) {
-  return check_cuda(cudaEventCreateWithFlags(made, cudaEventDisableTiming), "peers");
-}
-
-static flce_status create_streams(flce_collective_id id, CopyStreams* made) {
+static flce_status create_stream(CopyStream* made) {
   int least, greatest;
   FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
-  FLCE_TRY(create_event(&made->begin));
-  FLCE_TRY(create_event(&made->written));
-  for (int k = 0; k < streams_of(id); k++) {
-    FLCE_TRY(check_cuda(
-        cudaStreamCreateWithPriority(&made->streams[k], cudaStreamNonBlocking, greatest), "peers"));
-    FLCE_TRY(create_event(&made->copied[k]));
-    FLCE_TRY(create_event(&made->ends[k]));
-  }
-  made->created = true;
-  return FLCE_OK;
+  FLCE_TRY(check_cuda(cudaStreamCreateWithPriority(&made->stream, cudaStreamNonBlocking, greatest),
+                      "peers"));
+  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&made->begin, cudaEventDisableTiming), "peers"));
+  return check_cuda(cudaEventCreateWithFlags(&made->end, cudaEventDisableTiming), "peers");
 }
 
-static flce_status copy_streams(const flce_cuda* cuda, flce_collective_id id, CopyStreams* found) {
+static flce_status copy_stream(const flce_cuda* cuda, flce_collective_id id, CopyStream* found) {
   FLCE_TRY(check_device(cuda->device));
-  CopyStreams* copies = &g_streams[cuda->device][id];
+  CopyStream* copies = &g_streams[cuda->device][id];
   pthread_mutex_lock(&g_lock);
   flce_status status = FLCE_OK;
-  if (!copies->created) status = create_streams(id, copies);
+  if (!copies->end) status = create_stream(copies);
   *found = *copies;
   pthread_mutex_unlock(&g_lock);
   return status;
@@ -98,63 +74,29 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
   return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWaitValue32: driver error %d", (int)status);
 }
 
-static int used_streams(const flce_peers* peers, flce_collective_id id) {
-  return peers->ranks - 1 < streams_of(id) ? peers->ranks - 1 : streams_of(id);
-}
-
-/* A collective: recv [ranks][bytes] gets `bytes` bytes of every peer's memory from `offset` on. */
-struct Exchange {
-  const flce_peers* peers;
-  int streams; /* used_streams */
-  void* recv;
-  int64_t offset, bytes;
-};
-
-/* Queues: wait until the peer has written its block, copy it, tell the peer that it is copied. */
-static flce_status queue_copy(cudaStream_t stream, const Exchange& exchange, int peer) {
-  const flce_peers* peers = exchange.peers;
-  FLCE_TRY(take_flag(stream, flag_at(peers, peers->rank, kWritten, peer)));
-  FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)exchange.recv + peer * exchange.bytes,
-                                      (const char*)peers->data[peer] + exchange.offset,
-                                      (size_t)exchange.bytes, cudaMemcpyDefault, stream),
-                      "peers"));
-  return set_flag(stream, flag_at(peers, peer, kCopied, peers->rank), 1);
-}
-
-/* `stream` waits for what `before` has been recorded after. */
-static flce_status wait_for(cudaStream_t stream, cudaEvent_t before) {
-  return check_cuda(cudaStreamWaitEvent(stream, before, 0), "peers");
-}
-
-static flce_status record(cudaEvent_t event, cudaStream_t stream) {
-  return check_cuda(cudaEventRecord(event, stream), "peers");
-}
-
-/* Queues the copies of a collective. Rank r copies from r + 1, r + 2, ..., so that ranks begin with
- * different peers.
- *
- * The first stream sets all flags before any stream waits for one, and waits for the peers' copies
- * after all copies of its own. So no rank waits for another in a circle, whichever streams share a
- * hardware queue (CUDA_DEVICE_MAX_CONNECTIONS may be 1), and in whatever order a captured graph's
- * branches run. */
-static flce_status queue_copies(const CopyStreams& copies, const Exchange& exchange) {
-  const flce_peers* peers = exchange.peers;
-  const int rank = peers->rank, ranks = peers->ranks, used = exchange.streams;
-  const auto peer_at = [=](int step) { return (rank + step) % ranks; };
-  const cudaStream_t first = copies.streams[0];
-  FLCE_TRY(wait_for(first, copies.begin));
-  for (int step = 1; step < ranks; step++)
-    FLCE_TRY(set_flag(first, flag_at(peers, peer_at(step), kWritten, rank), 1));
-  FLCE_TRY(record(copies.written, first));
-  for (int k = 1; k < used; k++) FLCE_TRY(wait_for(copies.streams[k], copies.written));
-  for (int step = 1; step < ranks; step++)
-    FLCE_TRY(queue_copy(copies.streams[(step - 1) % used], exchange, peer_at(step)));
-  for (int k = 1; k < used; k++) {
-    FLCE_TRY(record(copies.copied[k], copies.streams[k]));
-    FLCE_TRY(wait_for(first, copies.copied[k]));
+/* Queues the copies of a collective on the copy stream. */
+static flce_status queue_copies(const CopyStream& copies, const flce_cuda* cuda,
+                                const flce_peers* peers, void* recv, int64_t offset,
+                                int64_t bytes) {
+  const int rank = peers->rank, ranks = peers->ranks;
+  FLCE_TRY(check_cuda(cudaEventRecord(copies.begin, (cudaStream_t)cuda->stream), "peers"));
+  FLCE_TRY(check_cuda(cudaStreamWaitEvent(copies.stream, copies.begin, 0), "peers"));
+  for (int step = 1; step < ranks; step++) {
+    const int peer = (rank + step) % ranks;
+    FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kWritten, rank), 1));
   }
-  for (int step = 1; step < ranks; step++)
-    FLCE_TRY(take_flag(first, flag_at(peers, rank, kCopied, peer_at(step))));
+  for (int step = 1; step < ranks; step++) { /* every rank begins with another one */
+    const int peer = (rank + step) % ranks;
+    FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kWritten, peer)));
+    const char* from = (const char*)peers->data[peer] + offset;
+    FLCE_TRY(check_cuda(cudaMemcpyAsync((char*)recv + peer * bytes, from, (size_t)bytes,
+                                        cudaMemcpyDefault, copies.stream),
+                        "peers"));
+    FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kCopied, rank), 1));
+  }
+  for (int peer = 0; peer < ranks; peer++) {
+    if (peer != rank) FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kCopied, peer)));
+  }
   return FLCE_OK;
 }
 
@@ -162,28 +104,19 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
                                                          const flce_peers* peers,
                                                          flce_collective_id id, void* recv,
                                                          int64_t offset, int64_t bytes) {
-  CopyStreams copies;
-  FLCE_TRY(copy_streams(cuda, id, &copies));
-  FLCE_TRY(record(copies.begin, (cudaStream_t)cuda->stream));
-  const int used = used_streams(peers, id);
-  flce_status status = queue_copies(copies, {peers, used, recv, offset, bytes});
-  /* After a failure too: peers_wait would otherwise wait for the collective before alone. */
-  for (int k = 0; k < used; k++) {
-    const cudaError_t recorded = cudaEventRecord(copies.ends[k], copies.streams[k]);
-    if (status == FLCE_OK)
-      status = check_cuda(recorded, "peers");
-    else
-      cudaGetLastError(); /* as check_cuda, which would replace the message of the failure */
-  }
+  CopyStream copies;
+  FLCE_TRY(copy_stream(cuda, id, &copies));
+  const flce_status status = queue_copies(copies, cuda, peers, recv, offset, bytes);
+  /* After a failure too: a wait must not be for the copies of the collective before. */
+  const cudaError_t recorded = cudaEventRecord(copies.end, copies.stream);
+  if (status == FLCE_OK) return check_cuda(recorded, "peers");
+  cudaGetLastError(); /* as check_cuda, which would replace the message of the failure */
   return status;
 }
 
 extern "C" FLCE_EXPORT flce_status flce_cuda_peers_wait(const flce_cuda* cuda,
-                                                        const flce_peers* peers,
                                                         flce_collective_id id) {
-  CopyStreams copies;
-  FLCE_TRY(copy_streams(cuda, id, &copies));
-  for (int k = 0; k < used_streams(peers, id); k++)
-    FLCE_TRY(wait_for((cudaStream_t)cuda->stream, copies.ends[k]));
-  return FLCE_OK;
+  CopyStream copies;
+  FLCE_TRY(copy_stream(cuda, id, &copies));
+  return check_cuda(cudaStreamWaitEvent((cudaStream_t)cuda->stream, copies.end, 0), "peers");
 }

@@ -189,7 +189,7 @@ static void test_top(flce_dtype dtype, int64_t count, int kind, bool biased, dou
   for (int threads = 0; threads < 2; threads++) {
     memset(found[threads], 0x5a, (size_t)bytes);
     view.classes.ids = found[threads];
-    CHECK_OK(backends[threads].top_classes(backends[threads].self, &view, false));
+    CHECK_OK(backends[threads].top_classes(backends[threads].self, &view, NULL));
   }
   CHECK(test_same(found[0], found[1], bytes), "top_classes, threads");
   for (int64_t r = 0; r < TOKENS; r++) {
@@ -413,7 +413,7 @@ static void test_refusals(void) {
   CHECK(b->class_logits(b->self, &call) == FLCE_UNSUPPORTED, "class_logits rounded to float16");
   CHECK(b->class_gradients(b->self, &view, scale) == FLCE_UNSUPPORTED,
         "class_gradients with scale");
-  CHECK(b->top_classes(b->self, &view, true) == FLCE_UNSUPPORTED, "top_classes of exp rows");
+  CHECK(b->top_classes(b->self, &view, scale) == FLCE_UNSUPPORTED, "top_classes of exp rows");
   free_case(&c);
 }
 

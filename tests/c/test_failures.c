@@ -80,7 +80,7 @@ static flce_backend g_plain; /* without failures */
   ONE_ARGUMENT(X, order_samples, flce_order_samples_args)                                        \
   ONE_ARGUMENT(X, sampled_grad_weight, flce_sampled_weight_args)                                 \
   ONE_ARGUMENT(X, sampled_grad_bias, flce_sampled_bias_args)                                     \
-  X(top_classes, (const flce_rows* a, bool b), (a, b))                                           \
+  X(top_classes, (const flce_rows* a, void* b), (a, b))                                          \
   ONE_ARGUMENT(X, class_logits, flce_class_logits_args)                                          \
   X(class_gradients, (const flce_rows* a, const float* b), (a, b))                               \
   ONE_ARGUMENT(X, tail_rows, flce_rows)                                                          \

@@ -5,6 +5,7 @@ case alone, on all its ranks."""
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import gc
 import importlib
@@ -12,7 +13,6 @@ import itertools
 import os
 import sys
 import traceback
-import unittest.mock
 import warnings
 from multiprocessing.connection import wait
 
@@ -45,14 +45,15 @@ def on_ranks(ranks, fresh=False):
     return decorate
 
 
-def run_on_ranks(ranks, function, /, *, fresh=False, backend="gloo", **arguments):
+def run_on_ranks(ranks, function, /, *, fresh=False, backend="gloo", variables=(), **arguments):
     """Runs function(**arguments), of a module's top level, in a group of `ranks` processes, and
-    fails as it does."""
+    fails as it does. `variables`: of the environment, which the group's threads may read."""
     if not dist.is_available():
         pytest.skip("torch without torch.distributed")
     processes = Processes() if fresh else _shared()
     try:
-        texts = processes.run(ranks, backend, function.__module__, function.__name__, arguments)
+        case = function.__module__, function.__name__, arguments
+        texts = processes.run(ranks, backend, dict(variables), *case)
     finally:
         if fresh:
             processes.stop()
@@ -86,8 +87,9 @@ class Processes:
         self.started = []
 
     def run(self, ranks, *case):
-        """The texts of the failures. Each rank sends a text, "" if nothing failed, and then None
-        when its group is gone."""
+        """The texts of the failures. `case`: backend, environment variables, and of the function
+        module, name and arguments. Each rank sends a text, "" if nothing failed, and then None when
+        its group is gone."""
         if any(process.exitcode is not None for process, _ in self.started):
             self.stop()
         while len(self.started) < ranks:
@@ -123,16 +125,17 @@ OTHER_FAILED = "the barrier after the case failed"
 
 
 def serve(rank, port, connection):
+    faulthandler.enable()  # a process that a signal ends prints its stacks
     torch.set_num_threads(1)
     seconds = datetime.timedelta(seconds=IN_COLLECTIVE)
     store = dist.TCPStore("127.0.0.1", port, None, False, seconds)
     with contextlib.suppress(EOFError):  # pytest has ended
         while True:
-            number, ranks, backend, *case = connection.recv()
+            number, ranks, backend, variables, *case = connection.recv()
             named = {"rank": rank, "world_size": ranks, "timeout": seconds}
             prefix = dist.PrefixStore(f"case {number}", store)
             join = functools.partial(dist.init_process_group, backend, store=prefix, **named)
-            text = text_of(join, *case)
+            text = text_of(join, variables, *case)
             connection.send(text)
             if text:  # without its groups the collectives fail in which others wait for this rank
                 gc.collect()
@@ -142,11 +145,25 @@ def serve(rank, port, connection):
     os._exit(0)  # a normal exit aborts now and then: gloo's threads may outlive their group
 
 
-def text_of(join, module, name, arguments):
+@contextlib.contextmanager
+def environment(variables):
+    """Sets variables of the environment, and in the end those that differ from before. No other one
+    is written, as mock.patch.dict would: NCCL's threads may read the environment meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before:
+            del os.environ[name]
+        os.environ.update({k: v for k, v in before.items() if os.environ.get(k) != v})
+
+
+def text_of(join, variables, module, name, arguments):
     """What fails in a case; "" if nothing does."""
     try:
         function = getattr(importlib.import_module(module), name)
-        with unittest.mock.patch.dict(os.environ), warnings.catch_warnings():
+        with environment(variables), warnings.catch_warnings():
             torch.manual_seed(0)
             join()
             getattr(function, "__wrapped__", function)(**arguments)

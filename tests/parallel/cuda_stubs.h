@@ -26,7 +26,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 flce_status flce_cuda_peers_begin(const flce_cuda*, const flce_peers*, flce_collective_id, void*,
                                   int64_t, int64_t);
-flce_status flce_cuda_peers_wait(const flce_cuda*, const flce_peers*, flce_collective_id);
+flce_status flce_cuda_peers_wait(const flce_cuda*, flce_collective_id);
 }
 
 #endif

@@ -123,7 +123,7 @@ static void queue_collectives(int rank, int ranks) {
   for (uint32_t c = 0; c < kCollectives; c++) {
     queue(NULL, {kFill, 0, {}, NULL, c, g_data[rank], NULL, kBytes});
     flce_cuda_peers_begin(&cuda, &peers, FLCE_ALL_GATHER_INPUT, g_received[rank], 0, kBytes);
-    flce_cuda_peers_wait(&cuda, &peers, FLCE_ALL_GATHER_INPUT);
+    flce_cuda_peers_wait(&cuda, FLCE_ALL_GATHER_INPUT);
     queue(NULL, {kCheck, 0, {}, NULL, c, g_received[rank], NULL, kBytes});
   }
 }

@@ -21,7 +21,7 @@ def run_on(runtime, folder):
 
 
 def test_a_wait_is_for_what_a_failed_begin_has_queued(tmp_path):
-    assert int(run_on("failing_peers.cpp", tmp_path)) == 41  # calls of a begin of six ranks
+    assert int(run_on("failing_peers.cpp", tmp_path)) == 37  # calls of a begin of six ranks
 
 
 def test_ranks_in_any_order_of_what_they_have_queued(tmp_path):

@@ -3,7 +3,6 @@ one GPU; and by copy engines over processes on one GPU. One group runs all cases
 
 import functools
 import itertools
-import os
 import traceback
 
 import pytest
@@ -345,15 +344,12 @@ def check_interrupts():
 
 def share_one_gpu():
     """NCCL refuses processes on one GPU: the group is gloo's, whose barrier takes no device."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     barrier = dist.barrier
     dist.barrier = lambda group=None, **ignored: barrier(group)
     collectives._can_share = lambda group: True
 
 
 def check_all(transport):
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    os.environ["FLCE_PEERS"] = "0" if transport == "nccl" else "1"
     checks = {name: functools.partial(check_case, name) for name in CASES}
     checks |= {"sequence": check_sequence, "minus infinity": check_minus_infinity}
     for count in (0, 1):
@@ -396,4 +392,8 @@ def test_all_cases(ranks, transport):
         pytest.skip(f"needs {ranks} GPUs")
     # In fresh processes, because of their environment and of what share_one_gpu changes.
     backend = "gloo" if transport == "one GPU" else "nccl"
-    run_on_ranks(ranks, check_all, fresh=True, backend=backend, transport=transport)
+    variables = {"NCCL_NVLS_ENABLE": "0", "FLCE_PEERS": "0" if transport == "nccl" else "1"}
+    if transport == "one GPU":
+        variables["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    settings = {"fresh": True, "backend": backend, "variables": variables}
+    run_on_ranks(ranks, check_all, **settings, transport=transport)

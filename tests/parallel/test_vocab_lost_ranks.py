@@ -35,9 +35,15 @@ SECONDS = 5  # the group's timeout; harness.processes has AFTER_FAILURE for the 
 AT_ONCE = 4  # cases
 LEFT = 3  # exit code of a rank that has left with an exception
 WATCHDOG = "exit code -6"  # NCCL's aborts
-SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
+NCCL = {"NCCL_NVLS_ENABLE": "0"}
 # Without them the watchdog first waits a minute, for files that describe the timeout.
-SETTINGS |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+NCCL |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+# Environment variables. They are set before a rank's group exists, whose threads read them.
+SETTINGS = {
+    "gloo": {},
+    "nccl": {**NCCL, "FLCE_PEERS": "0"},
+    "copy engines": {**NCCL, "FLCE_PEERS": "1"},
+}
 
 
 class AsAskedError(Exception):
@@ -165,7 +171,6 @@ def leave(part, uses, fault, path):
 
 def lose(name, fault, leaving, transport, path):
     device = "cpu" if transport == "gloo" else "cuda"
-    os.environ.update(SETTINGS, FLCE_PEERS="1" if transport == "copy engines" else "0")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog's abort would write it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a backward's thread may not set it
     if device == "cuda":
@@ -217,7 +222,8 @@ def run(number, ranks, transport, folder):
     given = {"name": name, "fault": fault, "leaving": leaving, "transport": transport}
     backend, processes = "gloo" if transport == "gloo" else "nccl", Processes()
     try:
-        texts = processes.run(ranks, backend, lose.__module__, "lose", {**given, "path": path})
+        case = lose.__module__, "lose", {**given, "path": path}
+        texts = processes.run(ranks, backend, SETTINGS[transport], *case)
     finally:
         processes.stop()
     texts = {int(text.split(":")[0].removeprefix("rank ")): text for text in texts}

@@ -27,6 +27,9 @@ fused_scratch fused_scratch_of(void* memory, const flce_logits_gemm_sizes* sizes
   s.entropy_sums = take(r->wants_entropy, size);
   s.tops = take(r->predictions, size);
   s.columns = (int*)take(r->predictions, size);
+  const bool searches = r->finds_classes && r->out;
+  s.exp_tops =
+      take(searches && flce_searches_tiles(r->classes.count, tiles_of(sizes, r->vocab)), size);
   s.offset = take(true, rows);
   s.scale = take(true, rows);
   s.target = take(true, rows);
@@ -83,20 +86,20 @@ static flce_status open_call(void* self, const flce_gemm* g, const flce_rows* r,
   return FLCE_OK;
 }
 
-/* What the epilogue writes, to which memory and with which pitch (elements). */
-static FusedResult result_of(const flce_gemm* g, const flce_rows* r, void** out, int64_t* pitch) {
-  *out = g->c ? g->c : r->out;
-  *pitch = g->c ? g->pitch_c : r->out_pitch;
-  return r->teacher ? kPackedResult : g->c ? kLogitResult : r->out ? kExpResult : kNoResult;
+static FusedResult result_of(const FusedCall* call, const flce_gemm* g, const flce_rows* r) {
+  if (r->teacher) return kPackedResult;
+  if (g->c) return kLogitResult;
+  if (!r->out) return kNoResult;
+  return call->scratch.exp_tops ? kExpTopsResult : kExpResult;
 }
 
 /* `retry`: only the tiles whose sums went beyond their limit. z does not depend on an offset and is
  * not written again; packed logits do. */
 static flce_status run_logits_gemm(const FusedCall* call, const flce_gemm* g, const flce_rows* r,
                                    bool retry) {
-  void* out;
-  int64_t pitch;
-  FusedResult result = result_of(g, r, &out, &pitch);
+  void* out = g->c ? g->c : r->out;
+  const int64_t pitch = g->c ? g->pitch_c : r->out_pitch;
+  FusedResult result = result_of(call, g, r);
   if (retry && result == kLogitResult) result = kNoResult;
   return call->kernels->logits_gemm(call->cuda->stream, call->cuda->device, &call->params,
                                     &call->scratch, g->a, g->b, result, out, pitch, retry);

@@ -52,6 +52,7 @@ typedef struct fused_scratch {
   float* entropy_sums; /* [tiles of V][rows] or NULL: sum of 2^(log2_l - k) log2_l */
   float* tops;         /* [tiles of V][rows] or NULL: the largest log2_l */
   int* columns;        /* [tiles of V][rows] or NULL: the lowest column that has it */
+  float* exp_tops;     /* [tiles of V][rows] or NULL: the largest E, for top_classes */
 } fused_scratch;
 
 /* Parameters of the three kernels. kGeneral and kScaled read scratch.scale, kGeneral alone
@@ -74,9 +75,20 @@ typedef struct fused_params {
   int64_t probabilities_pitch;
 } fused_params;
 
-/* What the epilogue writes: nothing, E in bfloat16, z with the bias added in float32, or the packed
- * logits of student and teacher in place of the teacher's z. */
-enum FusedResult { kNoResult, kExpResult, kLogitResult, kPackedResult, kFusedResults };
+/* What the epilogue writes: nothing, E in bfloat16, E and exp_tops, z with the bias added in
+ * float32, or the packed logits of student and teacher in place of the teacher's z. */
+enum FusedResult {
+  kNoResult,
+  kExpResult,
+  kExpTopsResult,
+  kLogitResult,
+  kPackedResult,
+  kFusedResults
+};
+
+__host__ __device__ constexpr bool stores_exp(FusedResult result) {
+  return result == kExpResult || result == kExpTopsResult;
+}
 
 /* Maps a float to an int of the same order, for atomicMax. */
 __device__ __forceinline__ int ordered_of(float value) {

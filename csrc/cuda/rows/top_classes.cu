@@ -1,12 +1,13 @@
 /* top_classes: the classes of each row with the largest logits, a block for each row.
  *
- * One pass over the row keeps the maxima of groups of columns. The count-th largest of them is a
- * threshold that at least `count` columns reach and, unless many are nearly equal, few more. They
- * are in the groups whose maximum reaches it, and only these groups are read again. The block sorts
- * what they hold. Where that is too much, the threshold is raised by bisection, with a pass for
- * each bit. */
+ * The columns are divided into groups, whose maxima a pass over the row makes or the fused logits
+ * GEMM has written. The count-th largest of them is a threshold that at least `count` columns reach
+ * and, unless many are nearly equal, few more. They are in the groups whose maximum reaches it, and
+ * only these groups are read. The block sorts what they hold. Where that is too much, the threshold
+ * is raised by bisection, with a pass for each bit. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
+#include "cuda/fused/architectures.cuh"
 #include "cuda/rows/row_launch.cuh"
 
 #include <cub/block/block_scan.cuh>
@@ -21,6 +22,7 @@ enum {
   kCapacity = 2048,           /* candidates that are sorted; a power of two */
 };
 static_assert(FLCE_CANDIDATES(FLCE_MOST_TOPK) <= kCapacity, "the candidates fit");
+static_assert(FLCE_SEARCHED_TILES <= kGroups, "the tiles' maxima fit");
 
 /* A row's values and how they become keys, which ascend with l. EXP: the values are E, at least 0;
  * the target's column, where E is 0, is a candidate apart. */
@@ -49,7 +51,7 @@ __device__ __forceinline__ uint32_t key_at(const KeyedRow<T, EXP>& row, T raw, i
 }
 
 /* What a thread reads at a time, a unit: a vector of columns where the row is aligned, else, and at
- * the row's end, one column. Unit u belongs to group u modulo the number of groups. */
+ * the row's end, one column. */
 template <typename T, bool EXP>
 struct Units {
   int vectors, count;
@@ -95,6 +97,69 @@ struct Units {
   }
 };
 
+/* Groups of units: unit u belongs to group u modulo their number, a multiple of the block's size.
+ */
+template <typename T, bool EXP>
+struct UnitGroups {
+  int count;
+
+  /* Writes the largest key of each group. */
+  __device__ __forceinline__ void find_tops(const KeyedRow<T, EXP>& row, uint32_t* tops) const {
+    for (int g = threadIdx.x; g < count; g += kTopThreads) tops[g] = 0;
+    int next = threadIdx.x; /* a thread's units go to its groups in order */
+    Units<T, EXP>(row).each(row, threadIdx.x, kTopThreads, [&](const auto& keys, int) {
+      uint32_t top = keys[0];
+      for (uint32_t key : keys) top = max(top, key);
+      tops[next] = max(tops[next], top);
+      next += kTopThreads;
+      if (next >= count) next = threadIdx.x;
+    });
+  }
+
+  /* Calls visit(keys, column) with the keys of group g, by the lanes of a warp. */
+  template <typename Visit>
+  __device__ __forceinline__ void each(const KeyedRow<T, EXP>& row, int g, Visit visit) const {
+    const int lane = threadIdx.x % kWarp;
+    Units<T, EXP>(row).each(row, g + lane * count, kWarp * count, visit);
+  }
+};
+
+/* Groups that are the column tiles of the fused logits GEMM, which has written their maxima. Its
+ * rows of E are aligned. */
+struct TileGroups {
+  int count, columns; /* of tiles; of a tile */
+  const float* tops;  /* [count][rows]: fused_scratch.exp_tops */
+  int rows;
+
+  using Value = __nv_bfloat16;
+
+  __device__ __forceinline__ void find_tops(const KeyedRow<Value, true>&, uint32_t* keys) const {
+    for (int g = threadIdx.x; g < count; g += kTopThreads)
+      keys[g] = __float_as_uint(tops[(int64_t)g * rows + blockIdx.x]);
+  }
+
+  template <typename Visit>
+  __device__ __forceinline__ void each(const KeyedRow<Value, true>& row, int g, Visit visit) const {
+    constexpr int N = kVec<Value>;
+    const int end = min((g + 1) * columns, row.vocab), lane = threadIdx.x % kWarp;
+    for (int first = g * columns + lane * N; first < end; first += kWarp * N) {
+      if (first + N <= end) {
+        Vec<Value, N> raw;
+        load_vec<false>(row.values + first, raw);
+        uint32_t keys[N];
+#pragma unroll
+        for (int e = 0; e < N; e++) keys[e] = key_at(row, raw.at[e], first + e);
+        visit(keys, first);
+      } else {
+        for (int col = first; col < end; col++) {
+          const uint32_t keys[1] = {key_at(row, row.values[col], col)};
+          visit(keys, col);
+        }
+      }
+    }
+  }
+};
+
 /* The largest key that at least `count` keys reach. The keys of E in bfloat16 are multiples of
  * 2^16. */
 template <typename T, bool EXP, typename Count>
@@ -131,43 +196,34 @@ struct TopMemory {
   int found;
 };
 
-/* A key that at least `count` columns reach: the count-th largest of the maxima of `groups` groups,
- * a multiple of the block's size, which are then in memory. 0 where fewer groups have a column. */
-template <typename T, bool EXP>
-__device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, int count, int groups,
-                                                 TopMemory& memory) {
-  for (int g = threadIdx.x; g < groups; g += kTopThreads) memory.groups[g] = 0;
-  int next = threadIdx.x; /* a thread's units go to its groups in order */
-  Units<T, EXP>(row).each(row, threadIdx.x, kTopThreads, [&](const auto& keys, int) {
-    uint32_t top = keys[0];
-    for (uint32_t key : keys) top = max(top, key);
-    memory.groups[next] = max(memory.groups[next], top);
-    next += kTopThreads;
-    if (next >= groups) next = threadIdx.x;
-  });
+/* A key that at least `count` columns reach: the count-th largest of the maxima of the groups,
+ * which are then in memory. 0 where fewer groups have a column. */
+template <typename T, bool EXP, typename Groups>
+__device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, int count,
+                                                 const Groups& groups, TopMemory& memory) {
+  groups.find_tops(row, memory.groups);
   __syncthreads();
   return bisect<T, EXP>(count, [&](uint32_t trial) {
     int own = 0;
-    for (int g = threadIdx.x; g < groups; g += kTopThreads) own += memory.groups[g] >= trial;
+    for (int g = threadIdx.x; g < groups.count; g += kTopThreads) own += memory.groups[g] >= trial;
     return block_count(own, memory.scratch);
   });
 }
 
 /* Collects the columns of at least `threshold`; returns how many there are, of which kCapacity are
  * in memory. A warp reads a group. */
-template <typename T, bool EXP>
-__device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold, int groups,
-                                       TopMemory& memory) {
+template <typename T, bool EXP, typename Groups>
+__device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold,
+                                       const Groups& groups, TopMemory& memory) {
   const bool with_target = EXP && row.target_key >= threshold;
   if (threadIdx.x == 0) {
     memory.found = with_target;
     if (with_target) memory.candidates[0] = candidate_of(row.target_key, row.target);
   }
   __syncthreads();
-  const int lane = threadIdx.x % kWarp;
-  for (int g = threadIdx.x / kWarp; g < groups; g += kTopThreads / kWarp) {
+  for (int g = threadIdx.x / kWarp; g < groups.count; g += kTopThreads / kWarp) {
     if (memory.groups[g] < threshold) continue;
-    Units<T, EXP>(row).each(row, g + lane * groups, kWarp * groups, [&](const auto& keys, int col) {
+    groups.each(row, g, [&](const auto& keys, int col) {
       for (uint32_t key : keys) {
         const bool wanted = key >= threshold && !(EXP && col == row.target);
         const int place = wanted ? atomicAdd(&memory.found, 1) : kCapacity;
@@ -182,9 +238,9 @@ __device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t thr
 
 /* The same with the largest threshold, and of the columns that equal it only the lowest, so that
  * `count` are collected. */
-template <typename T, bool EXP>
-__device__ __forceinline__ void collect_exactly(const KeyedRow<T, EXP>& row, int count, int groups,
-                                                TopMemory& memory) {
+template <typename T, bool EXP, typename Groups>
+__device__ __forceinline__ void collect_exactly(const KeyedRow<T, EXP>& row, int count,
+                                                const Groups& groups, TopMemory& memory) {
   using Scan = cub::BlockScan<int, kTopThreads>;
   __shared__ typename Scan::TempStorage scan;
   const uint32_t threshold = bisect<T, EXP>(count, [&](uint32_t trial) {
@@ -253,9 +309,9 @@ __device__ __forceinline__ KeyedRow<T, EXP> open_keyed_row(const flce_rows& r, i
   return keyed;
 }
 
-template <typename T, bool EXP>
+template <typename T, bool EXP, typename Groups>
 __global__ void __launch_bounds__(kTopThreads, kTopBlocks)
-    top_classes(const __grid_constant__ flce_rows r, int groups) {
+    top_classes(const __grid_constant__ flce_rows r, const __grid_constant__ Groups groups) {
   __shared__ TopMemory memory;
   pdl_wait();
   const RowRef ref = row_ref_of(r, blockIdx.x);
@@ -280,20 +336,38 @@ __global__ void __launch_bounds__(kTopThreads, kTopBlocks)
     ids[k] = r.classes.first + (uint32_t)~(uint32_t)memory.candidates[k];
 }
 
-flce_status cuda_top_classes(void* self, const flce_rows* r, bool from_exp) {
+/* Twice the classes that are wanted, so that their threshold is below few other columns. */
+static int unit_groups(const flce_rows* r) {
+  const int64_t most = ceil_div(2 * r->classes.count, kTopThreads);
+  return (int)min_of(kGroups, most * kTopThreads);
+}
+
+template <typename T, bool EXP, typename Groups>
+static flce_status launch_top_classes(void* self, const flce_rows* r, const Groups& groups) {
+  return launch_dependent(self, top_classes<T, EXP, Groups>, (unsigned)r->rows, kTopThreads,
+                          "top_classes", *r, groups);
+}
+
+/* From E of the fused logits GEMM. */
+static flce_status top_classes_of_exp(void* self, const flce_rows* r, void* scratch) {
+  using T = __nv_bfloat16;
+  if (r->out_dtype != FLCE_BF16) return no_row_kernel(r, "top_classes of exp rows");
+  const architecture_kernels* kernels;
+  FLCE_TRY(find_kernels(((const flce_cuda*)self)->device, &kernels));
+  const flce_logits_gemm_sizes* sizes = &kernels->row->logits;
+  const float* tops = fused_scratch_of(scratch, sizes, r).exp_tops;
+  if (!tops) return launch_top_classes<T, true>(self, r, UnitGroups<T, true>{unit_groups(r)});
+  const TileGroups tiles = {(int)tiles_of(sizes, r->vocab), (int)sizes->tile_columns, tops,
+                            (int)r->rows};
+  return launch_top_classes<T, true>(self, r, tiles);
+}
+
+flce_status cuda_top_classes(void* self, const flce_rows* r, void* fused_scratch) {
   if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
   FLCE_TRY(check_rows(r, "top_classes"));
-  const int64_t most = ceil_div(2 * r->classes.count, kTopThreads);
-  const int groups = (int)min_of(kGroups, most * kTopThreads);
-  const unsigned blocks = (unsigned)r->rows;
-  if (from_exp) { /* of the fused logits GEMM */
-    if (r->out_dtype != FLCE_BF16) return no_row_kernel(r, "top_classes of exp rows");
-    return launch_dependent(self, top_classes<__nv_bfloat16, true>, blocks, kTopThreads,
-                            "top_classes", *r, groups);
-  }
+  if (fused_scratch) return top_classes_of_exp(self, r, fused_scratch);
   FLCE_WITH_TYPE(r->z_dtype, T, {
-    FLCE_TRY(launch_dependent(self, top_classes<T, false>, blocks, kTopThreads, "top_classes", *r,
-                              groups));
+    FLCE_TRY((launch_top_classes<T, false>(self, r, UnitGroups<T, false>{unit_groups(r)})));
   });
   return FLCE_OK;
 }

@@ -51,6 +51,8 @@ struct TileRows {
   float offset[4], sum[4]; /* sum: of 2^(log2_l - k) */
   /* for the general and the soft kernels */
   float scale[4], weighted_gap[4], weight_sum[4], entropy_sum[4];
+  /* kExpTopsResult: the largest E in bfloat16 of the thread's even columns and of its odd ones */
+  uint32_t exp_top[4];
 };
 
 /* Shared addresses of the bias and the class weights of a tile's columns; both are 0 beyond the
@@ -290,6 +292,7 @@ __device__ __forceinline__ void open_tile_rows(const fused_params& params, const
     const bool inside = row < params.rows;
     rows.sum[q] = rows.weighted_gap[q] = rows.weight_sum[q] = rows.entropy_sum[q] = rows.scale[q] =
         0;
+    rows.exp_top[q] = 0;
     rows.offset[q] = kBlankRow;
     if (inside) rows.offset[q] = RETRY ? offset_of(s, row) : __ldg(s.offset + row);
     if (kScalesRows<KIND> && inside) rows.scale[q] = __ldg(s.scale + row);
@@ -422,9 +425,22 @@ __device__ __forceinline__ uint32_t matrices_at(uint32_t slab, const Fragment& f
   return line + half * 64 * 128 + ((chunk ^ (frag.lane & 7)) << 4);
 }
 
-/* Makes E of one slab of columns: adds its sums and, if STORE, writes it to staging memory in the
- * swizzled layout of the TMA store. */
-template <bool STORE, Kind KIND>
+/* The larger of two pairs of bfloat16 that are not negative, whose bits ascend with their values.
+ */
+__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
+  return __vmaxu2(a, b);
+}
+
+/* The larger one of a pair, over the four lanes that share a row. */
+__device__ __forceinline__ float largest_exp(uint32_t pair) {
+  pair = larger_pair(pair, __shfl_xor_sync(0xffffffffu, pair, 1));
+  pair = larger_pair(pair, __shfl_xor_sync(0xffffffffu, pair, 2));
+  return __uint_as_float(max(pair << 16, pair & 0xffff0000u));
+}
+
+/* Makes E of one slab of columns: adds its sums and, if RESULT stores E, writes it to staging
+ * memory in the swizzled layout of the TMA store. */
+template <FusedResult RESULT, Kind KIND>
 __device__ __forceinline__ void exp_slab(const fused_params& params, const fused_scratch& s,
                                          uint32_t address, int slab, const Fragment& frag,
                                          const Accumulators& acc, TileRows& rows) {
@@ -434,10 +450,17 @@ __device__ __forceinline__ void exp_slab(const fused_params& params, const fused
     for (int half = 0; half < 2; half++) {
       float v[8];
       exp_parts<KIND>(params, s, &acc[half][(slab * (kSlab / 16) + part) * 8], half, rows, v);
-      if constexpr (STORE) {
+      if constexpr (stores_exp(RESULT)) {
         const uint32_t packed[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                                     pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
         sm90::store_matrices(matrices_at(address, frag, part, half), packed);
+        if constexpr (RESULT == kExpTopsResult) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            uint32_t& top = rows.exp_top[half * 2 + i % 2];
+            top = larger_pair(top, packed[i]);
+          }
+        }
       }
     }
   }
@@ -446,7 +469,7 @@ __device__ __forceinline__ void exp_slab(const fused_params& params, const fused
 /* Writes the tile's sums of each row. If a row's sum exceeds the limit, records the row's largest
  * log2_l and flags its row cluster: the GEMM computes it again from that offset. A NaN is no such
  * case. */
-template <Kind KIND>
+template <Kind KIND, FusedResult RESULT>
 __device__ __forceinline__ void close_tile_rows(const fused_params& params, const fused_scratch& s,
                                                 const Fragment& frag, Accumulators& acc,
                                                 TileRows& rows) {
@@ -458,6 +481,8 @@ __device__ __forceinline__ void close_tile_rows(const fused_params& params, cons
     rows.sum[q] = quad_sum(rows.sum[q]);
     beyond |= rows.sum[q] > limit;
     write_number(s.sums, params, frag, q, rows.sum[q]);
+    if constexpr (RESULT == kExpTopsResult)
+      write_number(s.exp_tops, params, frag, q, largest_exp(rows.exp_top[q]));
     if (kIsSoft || (kIsGeneral && s.tile_weighted_gaps))
       write_number(s.tile_weighted_gaps, params, frag, q, quad_sum(rows.weighted_gap[q]));
     if constexpr (kIsSoft)

@@ -257,7 +257,7 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
                                          const SmemLayout& smem, const TileSchedule& schedule,
                                          ColumnValues columns, int tile, int iteration, int group,
                                          int rank, Accumulators& acc) {
-  constexpr bool kStore = RESULT == kExpResult;
+  constexpr bool kStore = stores_exp(RESULT);
   Fragment frag = {{0, 0}, 0, 0, (int)threadIdx.x % 32, (int)threadIdx.x % kWarpgroupThreads / 32};
   /* The asm hides these values from the compiler, which must not compute anything from them before
    * the mainloop: the accumulators need the registers. */
@@ -289,7 +289,7 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
 #pragma unroll
   for (int slab = 0; slab < kSlabs; slab++) {
     const uint32_t address = smem.e + slab * kBytesSlab;
-    exp_slab<kStore, KIND>(p.params, p.scratch, address, slab, frag, acc, rows);
+    exp_slab<RESULT, KIND>(p.params, p.scratch, address, slab, frag, acc, rows);
     if constexpr (kStore) {
       sm90::async_proxy_fence();
       sync_consumer(group);
@@ -298,7 +298,7 @@ __device__ __forceinline__ void epilogue(const logits_gemm_args& p, const CUtens
                         p.store_policy);
     }
   }
-  close_tile_rows<KIND>(p.params, p.scratch, frag, acc, rows);
+  close_tile_rows<KIND, RESULT>(p.params, p.scratch, frag, acc, rows);
   if (!kStore || !stores) return;
   sm90::store_wait_read();
   sm90::barrier_arrive(smem.staging + 8 * (group ^ 1));
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     sm90::grow_registers<kConsumerRegisters>();
     consumer_loop<KIND, RESULT, RETRY, HALF>(p, &out_map, smem, schedule, warpgroup - 1, rank);
     if (RESULT != kNoResult && !RETRY) {
-      zero_skipped_rows(p, schedule.row_clusters * kClusterRows, RESULT == kExpResult ? 8 : 4);
+      zero_skipped_rows(p, schedule.row_clusters * kClusterRows, stores_exp(RESULT) ? 8 : 4);
     }
   }
   /* A block must not exit while the other can still arrive on its mbarriers or multicast into its
@@ -383,11 +383,14 @@ typedef void (*logits_gemm_kernel)(const CUtensorMap, const CUtensorMap, const C
 #define LOGITS_GEMM(KIND, RESULT, HALF) \
   {logits_gemm_sm90<KIND, RESULT, false, HALF>, logits_gemm_sm90<KIND, RESULT, true, HALF>}
 #define LOGITS_GEMM_ONCE(KIND, HALF) {logits_gemm_sm90<KIND, kLogitResult, false, HALF>}
-#define LOGITS_GEMM_OPTIONS(HALF)                                                               \
-  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM(kGeneral, kExpResult, HALF),             \
-   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                                           \
-      {LOGITS_GEMM(kSoft, kNoResult, HALF), {}, LOGITS_GEMM_ONCE(kSoft, HALF)}, {               \
-    {}, {}, LOGITS_GEMM(kScaled, kLogitResult, HALF), LOGITS_GEMM(kScaled, kPackedResult, HALF) \
+#define LOGITS_GEMM_EXP(KIND, HALF) \
+  LOGITS_GEMM(KIND, kExpResult, HALF), LOGITS_GEMM(KIND, kExpTopsResult, HALF)
+#define LOGITS_GEMM_OPTIONS(HALF)                                                     \
+  {LOGITS_GEMM(kGeneral, kNoResult, HALF), LOGITS_GEMM_EXP(kGeneral, HALF),           \
+   LOGITS_GEMM_ONCE(kGeneral, HALF)},                                                 \
+      {LOGITS_GEMM(kSoft, kNoResult, HALF), {}, {}, LOGITS_GEMM_ONCE(kSoft, HALF)}, { \
+    {}, {}, {}, LOGITS_GEMM(kScaled, kLogitResult, HALF),                             \
+        LOGITS_GEMM(kScaled, kPackedResult, HALF)                                     \
   }
 enum KernelKind {
   kPlainKernel,
@@ -398,8 +401,8 @@ enum KernelKind {
   kKernelKinds
 };
 static const logits_gemm_kernel g_kernels[2][kKernelKinds][kFusedResults][2] = {
-    {{LOGITS_GEMM(kPlain, kNoResult, false), LOGITS_GEMM(kPlain, kExpResult, false)},
-     {LOGITS_GEMM(kBiased, kNoResult, false), LOGITS_GEMM(kBiased, kExpResult, false)},
+    {{LOGITS_GEMM(kPlain, kNoResult, false), LOGITS_GEMM_EXP(kPlain, false)},
+     {LOGITS_GEMM(kBiased, kNoResult, false), LOGITS_GEMM_EXP(kBiased, false)},
      LOGITS_GEMM_OPTIONS(false)},
     {{}, {}, LOGITS_GEMM_OPTIONS(true)}};
 static int g_clusters[2][kKernelKinds][kFusedResults][2][kMaxDevices];
@@ -427,7 +430,7 @@ static logits_gemm_args make_logits_gemm_args(const fused_params* params,
   args.scratch = *scratch;
   args.out = out;
   args.pitch = pitch;
-  args.store_policy = store_policy((int64_t)params->rows * pitch * (result == kExpResult ? 2 : 4));
+  args.store_policy = store_policy((int64_t)params->rows * pitch * (stores_exp(result) ? 2 : 4));
   args.depth_steps = (int)ceil_div(params->hidden, kDepth);
   args.row_clusters = (int)ceil_div(params->rows, kClusterRows);
   args.column_tiles = (int)ceil_div(params->vocab, kTileColumns);
@@ -452,7 +455,7 @@ flce_status launch_logits_gemm_sm90(void* stream, int device, const fused_params
   FLCE_TRY(
       make_map(&w_map, w, params->hidden, params->vocab, params->hidden, kTileColumns / kCluster));
   out_map = x_map;
-  if (result == kExpResult) {
+  if (stores_exp(result)) {
     FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kTileRows));
   } else if (result != kNoResult) {
     FLCE_TRY(make_map(&out_map, out, params->columns, params->rows, pitch, kLogitRows, FLCE_F32));
