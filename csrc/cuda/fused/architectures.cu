@@ -9,12 +9,14 @@ static constexpr architecture_kernels kKernels[] = {
 };
 static_assert(sizeof(kKernels) / sizeof(*kKernels) == FLCE_ARCHITECTURES, "kernels for each row");
 
-/* Whether the plan expects the kernels that there are. */
+/* Whether the plan expects the kernels that there are, and top_classes can read a tile's columns of
+ * E by vectors of 16 bytes. */
 static constexpr bool fit_rows() {
   for (int i = 0; i < FLCE_ARCHITECTURES; i++) {
     const architecture_kernels& kernels = kKernels[i];
     if (kernels.row != &flce_architectures[i]) return false;
     if ((kernels.logits_gemm != nullptr) != (kernels.row->logits.tile_columns > 0)) return false;
+    if (kernels.row->logits.tile_columns % 8 != 0) return false;
     if ((kernels.grad_weight_gemm != nullptr) != (kernels.row->weight.tile_columns > 0))
       return false;
   }

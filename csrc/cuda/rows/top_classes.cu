@@ -116,11 +116,14 @@ struct UnitGroups {
     });
   }
 
-  /* Calls visit(keys, column) with the keys of group g, by the lanes of a warp. */
+  /* Calls visit(keys, column) with the keys of the listed groups, by all threads of the block. A
+   * warp reads a group. */
   template <typename Visit>
-  __device__ __forceinline__ void each(const KeyedRow<T, EXP>& row, int g, Visit visit) const {
+  __device__ __forceinline__ void each(const KeyedRow<T, EXP>& row, const uint16_t* list,
+                                       int listed, Visit visit) const {
     const int lane = threadIdx.x % kWarp;
-    Units<T, EXP>(row).each(row, g + lane * count, kWarp * count, visit);
+    for (int i = threadIdx.x / kWarp; i < listed; i += kTopThreads / kWarp)
+      Units<T, EXP>(row).each(row, list[i] + lane * count, kWarp * count, visit);
   }
 };
 
@@ -138,12 +141,15 @@ struct TileGroups {
       keys[g] = __float_as_uint(tops[(int64_t)g * rows + blockIdx.x]);
   }
 
+  /* A thread reads a vector of a listed tile. */
   template <typename Visit>
-  __device__ __forceinline__ void each(const KeyedRow<Value, true>& row, int g, Visit visit) const {
+  __device__ __forceinline__ void each(const KeyedRow<Value, true>& row, const uint16_t* list,
+                                       int listed, Visit visit) const {
     constexpr int N = kVec<Value>;
-    const int end = min((g + 1) * columns, row.vocab), lane = threadIdx.x % kWarp;
-    for (int first = g * columns + lane * N; first < end; first += kWarp * N) {
-      if (first + N <= end) {
+    const int vectors = columns / N;
+    for (int i = threadIdx.x; i < listed * vectors; i += kTopThreads) {
+      const int first = list[i / vectors] * columns + i % vectors * N;
+      if (first + N <= row.vocab) {
         Vec<Value, N> raw;
         load_vec<false>(row.values + first, raw);
         uint32_t keys[N];
@@ -151,7 +157,7 @@ struct TileGroups {
         for (int e = 0; e < N; e++) keys[e] = key_at(row, raw.at[e], first + e);
         visit(keys, first);
       } else {
-        for (int col = first; col < end; col++) {
+        for (int col = first; col < row.vocab; col++) {
           const uint32_t keys[1] = {key_at(row, row.values[col], col)};
           visit(keys, col);
         }
@@ -191,9 +197,10 @@ __device__ __forceinline__ uint64_t candidate_of(uint32_t key, int col) {
 
 struct TopMemory {
   uint32_t groups[kGroups]; /* the largest key of each */
+  uint16_t list[kGroups];   /* groups whose maximum reaches the threshold */
   uint64_t candidates[kCapacity];
   int scratch[kMaxWarps];
-  int found;
+  int listed, found;
 };
 
 /* A key that at least `count` columns reach: the count-th largest of the maxima of the groups,
@@ -211,27 +218,29 @@ __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, in
 }
 
 /* Collects the columns of at least `threshold`; returns how many there are, of which kCapacity are
- * in memory. A warp reads a group. */
+ * in memory. */
 template <typename T, bool EXP, typename Groups>
 __device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold,
                                        const Groups& groups, TopMemory& memory) {
   const bool with_target = EXP && row.target_key >= threshold;
   if (threadIdx.x == 0) {
+    memory.listed = 0;
     memory.found = with_target;
     if (with_target) memory.candidates[0] = candidate_of(row.target_key, row.target);
   }
   __syncthreads();
-  for (int g = threadIdx.x / kWarp; g < groups.count; g += kTopThreads / kWarp) {
-    if (memory.groups[g] < threshold) continue;
-    groups.each(row, g, [&](const auto& keys, int col) {
-      for (uint32_t key : keys) {
-        const bool wanted = key >= threshold && !(EXP && col == row.target);
-        const int place = wanted ? atomicAdd(&memory.found, 1) : kCapacity;
-        if (place < kCapacity) memory.candidates[place] = candidate_of(key, col);
-        col++;
-      }
-    });
+  for (int g = threadIdx.x; g < groups.count; g += kTopThreads) {
+    if (memory.groups[g] >= threshold) memory.list[atomicAdd(&memory.listed, 1)] = (uint16_t)g;
   }
+  __syncthreads();
+  groups.each(row, memory.list, memory.listed, [&](const auto& keys, int col) {
+    for (uint32_t key : keys) {
+      const bool wanted = key >= threshold && !(EXP && col == row.target);
+      const int place = wanted ? atomicAdd(&memory.found, 1) : kCapacity;
+      if (place < kCapacity) memory.candidates[place] = candidate_of(key, col);
+      col++;
+    }
+  });
   __syncthreads();
   return memory.found;
 }
