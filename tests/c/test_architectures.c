@@ -97,13 +97,15 @@ static void test_sizes_of_the_row(void) {
   CHECK(facts.fused_row_bytes == 4 * (flce_ceil_div(p.shape.vocab, 96) + 8),
         "a number of each tile");
   p.wants.topk = 20;
+  p.wants.row_classes = FLCE_CANDIDATES(20);
   plan_on(&row, "auto", &p, &facts);
   CHECK(facts.fused_row_bytes == 4 * (2 * flce_ceil_div(p.shape.vocab, 96) + 8),
         "with topk also the largest E of each tile");
   p.wants.topk = FLCE_MOST_TOPK; /* more candidates than half of the tiles */
+  p.wants.row_classes = FLCE_CANDIDATES(FLCE_MOST_TOPK);
   plan_on(&row, "auto", &p, &facts);
   CHECK(facts.fused_row_bytes == 4 * (flce_ceil_div(p.shape.vocab, 96) + 8), "with a large topk");
-  p.wants.topk = 0;
+  p.wants.topk = p.wants.row_classes = 0;
   CHECK(plan.chunks > 1 && plan.chunk_rows % 320 == 0, "%lld rows", (long long)plan.chunk_rows);
   p.shape.rows = p.shape.tokens = 499;
   CHECK(!plan_on(&row, "auto", &p, &facts).fuses_rows, "fewer than least_rows");
