@@ -63,10 +63,10 @@ typedef enum flce_buffer_id {
   FLCE_BUF_BIAS_CAST, /* [V] stat dtype: b, if it has another dtype */
   /* [chunk][z_pitch] z_dtype: logits of a chunk, or [block_rows][block_classes] of a block,
    * overwritten by E or dz. This buffer and those of a chunk's rows below do not exist for the
-   * chunks and blocks that are in the memory of dW (dx_first). */
+   * chunks and blocks that are in the memory of dW (plan->blocks). */
   FLCE_BUF_LOGITS,
   /* [FLCE_DZ_SCALE_NUMBERS + chunk] float32, of a backward in form dz and float16: what
-   * scale_coefficients writes. */
+   * scale_coefficients writes; with FLCE_BLOCKS_IN_DW for all rows. */
   FLCE_BUF_DZ_SCALE,
   FLCE_BUF_COEF,  /* [FLCE_COEF_COUNT][N] stat dtype: enum flce_coef_row */
   FLCE_BUF_INDEX, /* int64: the rows to compute, if they are gathered (compact_rows) */
@@ -153,6 +153,16 @@ typedef struct flce_collective {
  * A float32 accumulator takes 4 V H bytes. */
 enum { FLCE_WIDE_SUM_CHUNKS = 16 };
 
+/* How gradients are made under a small max_memory (engine.c): by chunks of all classes, or by
+ * blocks of rows and classes. */
+typedef enum flce_block_mode {
+  FLCE_BLOCKS_NONE,
+  FLCE_BLOCKS_IN_WORKSPACE,
+  /* The others use that the memory of dW is free until dW is written there (core/dw_memory.h). */
+  FLCE_BLOCKS_DX_FIRST, /* save=grads: dX by chunks of all classes, then dW by blocks */
+  FLCE_BLOCKS_IN_DW,    /* save=stats: dX and dW by blocks, most of them over all rows */
+} flce_block_mode;
+
 /* All decisions for one problem on one device. Pitches are in elements. */
 typedef struct flce_plan {
   /* What the forward keeps for the backward: flce_problem.save, or what auto has become. */
@@ -186,15 +196,12 @@ typedef struct flce_plan {
   /* Rows of a chunk of the backward's loop, and its chunks; 0 for save=grads and save=samples,
    * which have none. */
   int64_t backward_chunk_rows, backward_chunks;
-  /* Rows and classes of a block, where gradients are made by blocks (engine.c); else 0. */
-  int64_t block_rows, block_classes;
-  /* save=grads by blocks: dX of all rows is made first, by chunks of all classes, then dW. The
-   * memory of dW holds the logits of both until dW is written there (core/dw_memory.h). */
-  bool dx_first;
-  /* Of it: the first classes, whose dW is one GEMM over all rows, in blocks that leave rows x
-   * copies_row_bytes at the end of dW for the copies of all rows. Those after them have blocks of
-   * block_rows x block_classes. */
-  int64_t whole_classes, copies_row_bytes;
+  flce_block_mode blocks;
+  int64_t block_rows, block_classes; /* of a block in the workspace; 0 without blocks */
+  /* In the memory of dW: the classes of blocks over all rows, by which their dW is written once,
+   * and what these leave at the end of dW, bytes for each row. The other classes have blocks in the
+   * workspace. */
+  int64_t whole_classes, whole_row_bytes;
   bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */

@@ -427,8 +427,9 @@ typedef struct flce_facts {
    * multiple, because the GEMMs are faster then. 0 or 1: no alignment is needed. */
   int64_t hidden_alignment;
   /* Set by core/plan_call.c, from FLCE_BLOCKS: whether it is set, and the rows and classes of a
-   * block that it asks for, 0 for chunks of all classes; and whether with dX first, if possible. */
-  bool asks_block, asks_dx_first;
+   * block that it asks for, 0 for chunks of all classes; and whether in the memory of dW, if
+   * possible. */
+  bool asks_block, asks_dw_memory;
   int64_t asked_rows, asked_classes;
   int64_t gemm_workspace_bytes; /* scratch of one GEMM */
   int64_t order_bytes;          /* scratch and result of order_targets for N tokens */

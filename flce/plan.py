@@ -31,8 +31,10 @@ class Plan:
     workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs in
     addition the bytes and GEMMs of the backward in a plan with save="stats".
     `block_rows`, `block_classes`: the blocks by which gradients are made under a small max_memory;
-    0 without. `dx_first`: dX is made before them, in the memory of the weight's gradient, as are
-    the logits of the first `whole_classes` classes, over all rows.
+    0 without. `blocks`, where these are: "none", "workspace" or, in the memory of the weight's
+    gradient until that is written there, "dx_first" (dX by chunks of all classes, then blocks) and
+    "in_dw" (blocks for both gradients): then blocks over all rows make the weight's gradient of the
+    first `whole_classes` classes.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,
@@ -56,7 +58,7 @@ class Plan:
     backward_chunks: int
     block_rows: int
     block_classes: int
-    dx_first: bool
+    blocks: str
     whole_classes: int
     forward_gemms: int
     backward_gemms: int

@@ -49,7 +49,9 @@ def _loop(plan: Plan) -> str:
         rows += f"{plan.backward_chunk_rows:,}"
     if plan.block_classes:
         block = f"{plan.block_rows:,} rows x {plan.block_classes:,} classes"
-        rows += f"; gradients by blocks of {block}"
+        rows += f"\ngradients by blocks of {block}"
+        if plan.whole_classes:
+            rows += f", of the first {plan.whole_classes:,} classes by larger ones over all rows"
     return rows
 
 

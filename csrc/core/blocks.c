@@ -1,11 +1,12 @@
-/* Whether gradients are made by blocks of rows and classes, whether dX is made first, and the shape
- * of a block. Pure functions, part of the plan.
+/* Whether gradients are made by blocks of rows and classes, whether these are in the memory of dW,
+ * and the shape of a block. Pure functions, part of the plan.
  *
  * A loop over chunks of all classes reads and writes dW once for each chunk, which is most of its
  * time where max_memory holds few rows. A loop over blocks computes the logits once more, after a
- * pass for the statistics, and reads and writes dW once for many more rows. With dX first
- * (dw_memory.h) that pass makes dX, too, and most of dW is written once. The unit of time is
- * that of chunks.c. The constants were fitted to the block shapes of six heads on an H100
+ * pass for the statistics, and reads and writes dW once for many more rows. In the memory of dW
+ * (dw_memory.h) most of dW is written once: with dX first, where the pass for the statistics makes
+ * dX, too; or after a forward that kept the statistics, with the sum of dX there. The unit of time
+ * is that of chunks.c. The constants were fitted to the block shapes of six heads on an H100
  * (benchmarks/NOTES.md, 2026-11-27, blocks). */
 #include "core/blocks.h"
 
@@ -20,8 +21,8 @@ enum {
   CLUSTER_ROWS = 256,
   /* LEAST_BYTES: below it max_memory bounds a block's logits alone, not its rows of dX and x.
    * LEAST_LOGITS_BYTES: what a block with the fewest rows may have of logits in addition to these
-   * rows, within max_memory. With dX first (choose_dx_first) both are half: its blocks make no
-   * dX. */
+   * rows, within max_memory. After a pass for dX (fastest_in_dw) both are half: these blocks
+   * make no dX. */
   LEAST_BYTES = 32 << 20,
   LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
@@ -31,6 +32,10 @@ enum {
 static const double kBlockEffort = 0x1p32;
 /* The part of the row pass's traffic that is not hidden: a block's logits are in the L2 cache. */
 static const double kRowPassShare = 0.5;
+/* Where the GEMMs are not modelled, both gradients are made in the memory of dW only if that takes
+ * less than this share of the time of the other loops: the caches of a CPU are not in the effort,
+ * and where it said 0.97 to 0.99 this was up to 4 % slower (one thread, 2026-11-28). */
+static const double kClearlyLess = 0.95;
 
 bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan) {
@@ -46,17 +51,22 @@ typedef struct block_loop {
   const flce_problem* problem;
   const flce_facts* facts;
   const flce_plan* plan;
-  int64_t classes;        /* of all blocks */
-  bool makes_dx;          /* the blocks make dX, too */
-  bool modelled;          /* see flce_is_modelled */
-  bool fuses;             /* E of a block comes from fused_exp */
-  flce_dtype accum_dtype; /* of the sum of dW over chunks of rows */
-  int64_t fewest_rows;    /* of a block; see choose_dw_sum */
+  int64_t classes;         /* of all blocks */
+  bool makes_dx, makes_dw; /* what the blocks make */
+  bool modelled;           /* see flce_is_modelled */
+  bool fuses;              /* E of a block comes from fused_exp */
+  flce_dtype accum_dtype;  /* of the sum of dW over chunks of rows */
+  int64_t fewest_rows;     /* of a block; see choose_dw_sum */
   int64_t least_bytes, least_logits_bytes;
-  /* Of a row but for its logits and the small scratch of fused_exp: dX in the stat dtype, copies of
-   * x. */
-  int64_t row_bytes;
+  /* Of a row but for its logits and the small scratch of fused_exp: dX in the stat dtype and copies
+   * of x; the copies alone. */
+  int64_t row_bytes, copies_row_bytes;
   int64_t z_size; /* bytes of a logit */
+  /* In the memory of dW: the blocks over all rows before those of the loop, of which there are at
+   * least so many, or NULL; bytes of a row of dX's sum there. */
+  const struct whole_blocks* whole;
+  int fewest_whole;
+  int64_t sum_row_bytes;
 } block_loop;
 
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
@@ -64,11 +74,10 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
   int64_t size = flce_size_of(plan->dtype), stat = flce_size_of(flce_stat_dtype(plan->dtype));
   /* Not copies_logits_input: `plan` is that of chunks, and blocks skip no rows (choose_gathers). */
   bool copies = problem->shape.rows < problem->shape.tokens || plan->input_pitch != plan->hidden;
-  int64_t row_bytes = 0;
-  if (problem->wants.grad_input) row_bytes += plan->hidden * stat;
+  int64_t copies_row_bytes = copies ? plan->input_pitch * size : 0;
   if (problem->wants.grad_weight && copies_weight_input(problem, plan))
-    row_bytes += plan->hidden * size;
-  if (copies) row_bytes += plan->input_pitch * size;
+    copies_row_bytes += plan->hidden * size;
+  int64_t sum = problem->wants.grad_input ? plan->hidden * stat : 0;
   bool fuses = may_fuse_blocks(facts, plan);
   bool wide = facts->gemm_writes_f32 && problem->dtypes.logits != plan->dtype && !fuses;
   return (block_loop){.problem = problem,
@@ -76,13 +85,15 @@ static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
                       .plan = plan,
                       .classes = problem->shape.vocab,
                       .makes_dx = problem->wants.grad_input,
+                      .makes_dw = problem->wants.grad_weight,
                       .fuses = fuses,
                       .modelled = flce_is_modelled(facts, plan->dtype),
                       .accum_dtype = narrow_sum_dtype(problem, plan),
                       .fewest_rows = 1,
                       .least_bytes = LEAST_BYTES,
                       .least_logits_bytes = LEAST_LOGITS_BYTES,
-                      .row_bytes = row_bytes,
+                      .row_bytes = copies_row_bytes + sum,
+                      .copies_row_bytes = copies_row_bytes,
                       .z_size = wide ? stat : size};
 }
 
@@ -126,16 +137,21 @@ static double exp_effort(const block_loop* loop, int64_t rows, int64_t classes) 
 }
 
 static double dw_effort(const block_loop* loop, int64_t rows, int64_t classes, bool sums) {
-  if (!loop->problem->wants.grad_weight) return 0.0;
+  if (!loop->makes_dw) return 0.0;
   int64_t size = flce_size_of(loop->accum_dtype);
   return gemm_effort(loop, classes, loop->plan->weight_hidden, rows, size, sums);
 }
 
+/* dX of a block, added to its sum over blocks. */
+static double dx_effort(const block_loop* loop, int64_t rows, int64_t classes) {
+  if (!loop->makes_dx) return 0.0;
+  int64_t stat = flce_size_of(flce_stat_dtype(loop->plan->dtype));
+  return gemm_effort(loop, rows, loop->plan->hidden, classes, stat, true);
+}
+
 static double block_effort(const block_loop* loop, block_shape block) {
-  int64_t h = loop->plan->hidden, stat = flce_size_of(flce_stat_dtype(loop->plan->dtype));
-  double effort = exp_effort(loop, block.rows, block.classes);
-  if (loop->makes_dx) effort += gemm_effort(loop, block.rows, h, block.classes, stat, true);
-  return effort + dw_effort(loop, block.rows, block.classes, true);
+  return exp_effort(loop, block.rows, block.classes) + dx_effort(loop, block.rows, block.classes) +
+         dw_effort(loop, block.rows, block.classes, true);
 }
 
 /* The pass for the statistics, which a loop over chunks of save=grads does not need: there the
@@ -147,10 +163,40 @@ static double statistics_effort(const block_loop* loop) {
   return gemm_effort(loop, n, v, h, loop->z_size, false);
 }
 
-static double loop_effort(const block_loop* loop, block_shape block) {
-  double blocks = (double)(ceil_div(loop->problem->shape.rows, block.rows) *
-                           ceil_div(loop->classes, block.classes));
-  return blocks * block_effort(loop, block);
+/* The blocks over all rows, by their number: the classes of so many, and the time of these. */
+enum { MOST_WHOLE_BLOCKS = 128 };
+typedef struct whole_blocks {
+  int number;
+  int64_t classes[MOST_WHOLE_BLOCKS + 1];
+  double effort[MOST_WHOLE_BLOCKS + 1];
+} whole_blocks;
+
+/* The logits that are computed once more with FLCE_BLOCKS_IN_DW: those of a chunk of rows and of
+ * the classes whose memory has the sum of dX of that chunk and of those after it. */
+static double again_effort(const block_loop* loop, const block_shape* block) {
+  if (loop->sum_row_bytes == 0) return 0.0;
+  double n = (double)loop->problem->shape.rows, rows = (double)block->rows, chunks = ceil(n / rows);
+  double unfinished = chunks * n - rows * chunks * (chunks - 1.0) / 2.0; /* rows, of all chunks */
+  double classes =
+      unfinished * (double)loop->sum_row_bytes / (double)flce_dw_class_bytes(loop->plan);
+  return classes / (double)block->classes * exp_effort(loop, block->rows, block->classes);
+}
+
+/* The time of the loop; sets block->whole_classes, as many as take the least. */
+static double loop_effort(const block_loop* loop, block_shape* block) {
+  double of_classes =
+      (double)ceil_div(loop->problem->shape.rows, block->rows) * block_effort(loop, *block);
+  const whole_blocks* whole = loop->whole;
+  if (!whole) return (double)ceil_div(loop->classes, block->classes) * of_classes;
+  double least = INFINITY;
+  for (int k = loop->fewest_whole; k <= whole->number && whole->effort[k] < least; k++) {
+    int64_t left = loop->problem->shape.vocab - whole->classes[k];
+    double effort = whole->effort[k] + (double)ceil_div(left, block->classes) * of_classes;
+    if (effort >= least) continue;
+    least = effort;
+    block->whole_classes = whole->classes[k];
+  }
+  return least + again_effort(loop, block);
 }
 
 /* `rows`, rounded up to whole tiles where they are more than one, at most all. */
@@ -225,8 +271,8 @@ static double fastest_blocks(const block_loop* loop, double least, int64_t chunk
     if (rows <= chunk_rows) break;
     int64_t fit = fitting_classes(loop, rows);
     for (int size = 0; size < SIZES && fit >= FLCE_BLOCK_CLASS_STEP; size++) {
-      const block_shape tried = {.rows = rows, .classes = fit};
-      double effort = loop_effort(loop, tried);
+      block_shape tried = {.blocks = FLCE_BLOCKS_IN_WORKSPACE, .rows = rows, .classes = fit};
+      double effort = loop_effort(loop, &tried);
       if (effort < least) {
         least = found = effort;
         *block = tried;
@@ -238,9 +284,10 @@ static double fastest_blocks(const block_loop* loop, double least, int64_t chunk
   return found;
 }
 
-/* ---- dX first ---- */
+/* ---- in the memory of dW ---- */
 
-static dw_memory memory_of(const block_loop* loop) {
+/* That of blocks over all rows which leave so many bytes for each row, and their scratch. */
+static dw_memory memory_of(const block_loop* loop, int64_t row_bytes) {
   const flce_plan* plan = loop->plan;
   int64_t n = loop->problem->shape.rows,
           size = loop->fuses ? flce_size_of(plan->dtype) : loop->z_size;
@@ -248,29 +295,54 @@ static dw_memory memory_of(const block_loop* loop) {
                       .row = flce_dw_class_bytes(plan),
                       .logits_class = n * size};
   int64_t scratch = loop->fuses ? flce_whole_scratch_row(loop->facts, &memory) : 0;
-  memory.copies = n * (loop->row_bytes + scratch);
+  memory.row_buffers = n * (row_bytes + scratch);
   return memory;
 }
 
-/* The time of dW by blocks over all rows, as far as that pays, and by those of *block after them.
- */
-static double whole_blocks_effort(const block_loop* of_last, const dw_memory* memory,
-                                  block_shape* block) {
-  block_loop rest = *of_last;
-  double least = INFINITY, before = 0.0;
-  for (int64_t first = 0, classes = 1; classes > 0; first += classes) {
-    rest.classes = memory->classes - first;
-    double effort = before + loop_effort(&rest, *block);
-    if (effort < least) {
-      least = effort;
-      block->whole_classes = first;
-    }
-    classes = flce_whole_block_classes(memory, first);
-    if (classes == 0) break;
-    int64_t n = rest.problem->shape.rows;
-    before += exp_effort(&rest, n, classes) + dw_effort(&rest, n, classes, false);
+/* Writing E of so many classes to the memory. */
+static double writing_effort(const block_loop* loop, int64_t classes) {
+  int64_t written = loop->problem->shape.rows * classes * flce_size_of(loop->plan->dtype);
+  return (double)written * (loop->modelled ? kAddsPerByte : kSlowAddsPerByte);
+}
+
+static void list_whole_blocks(const block_loop* loop, const dw_memory* memory,
+                              whole_blocks* whole) {
+  int64_t n = loop->problem->shape.rows, first = 0;
+  double effort = 0.0;
+  int k = 0;
+  for (;; k++) {
+    whole->classes[k] = first;
+    whole->effort[k] = effort;
+    int64_t classes = flce_whole_block_classes(memory, first);
+    if (classes == 0 || k == MOST_WHOLE_BLOCKS) break;
+    effort += exp_effort(loop, n, classes) + dx_effort(loop, n, classes) +
+              dw_effort(loop, n, classes, false);
+    /* E of smaller blocks is in the cache. With dX first choose_dx_first counts it. */
+    if (loop->plan->strategy == FLCE_SAVE_STATS) effort += writing_effort(loop, classes);
+    first += classes;
   }
-  return least;
+  whole->number = k;
+}
+
+/* Blocks over all rows in the memory of dW and, of the other classes, blocks in the workspace,
+ * whose rows have no dX there. Returns the time of all, or INFINITY. */
+static double fastest_in_dw(block_loop loop, int64_t row_bytes, const chunk_alternative* chunks,
+                            block_shape* block) {
+  whole_blocks whole;
+  const dw_memory memory = memory_of(&loop, row_bytes);
+  loop.row_bytes = loop.copies_row_bytes;
+  if (!loop.makes_dx) {
+    loop.least_bytes /= 2;
+    loop.least_logits_bytes /= 2;
+  }
+  choose_dw_sum(&loop, chunks->default_rows);
+  if (!flce_dw_is_free(loop.problem, loop.plan, loop.accum_dtype)) return INFINITY;
+  /* About the classes that are left after the blocks over all rows. */
+  int64_t left = (memory.row_buffers + FLCE_BLOCK_CLASS_STEP * memory.logits_class) / memory.row;
+  loop.classes = min64(max64(left, FLCE_BLOCK_CLASS_STEP), memory.classes);
+  list_whole_blocks(&loop, &memory, &whole);
+  loop.whole = &whole;
+  return fastest_blocks(&loop, INFINITY, 0, block);
 }
 
 /* The blocks of dW after a pass for dX. Returns the time of both, or INFINITY. */
@@ -279,32 +351,44 @@ static double choose_dx_first(block_loop loop, const chunk_alternative* chunks,
   bool one_chunk = chunks->rows >= loop.problem->shape.rows;
   if (one_chunk || isinf(chunks->dx_effort)) return INFINITY;
   loop.makes_dx = false;
-  loop.least_bytes /= 2;
-  loop.least_logits_bytes /= 2;
-  loop.row_bytes -= loop.plan->hidden * flce_size_of(flce_stat_dtype(loop.plan->dtype));
-  choose_dw_sum(&loop, chunks->default_rows);
-  if (!flce_dw_is_free(loop.problem, loop.plan, loop.accum_dtype)) return INFINITY;
-  dw_memory memory = memory_of(&loop);
-  /* About the classes that are left after the blocks over all rows. */
-  int64_t left = (memory.copies + FLCE_BLOCK_CLASS_STEP * memory.logits_class) / memory.row;
-  loop.classes = min64(max64(left, FLCE_BLOCK_CLASS_STEP), memory.classes);
-  if (isinf(fastest_blocks(&loop, INFINITY, 0, block))) return INFINITY;
-  block->dx_first = true;
-  double effort = chunks->dx_effort + whole_blocks_effort(&loop, &memory, block);
-  /* E is written twice, the other loops write it once: blocks of classes have a pass for the
-   * statistics alone. */
-  int64_t written = loop.problem->shape.rows * memory.classes * flce_size_of(loop.plan->dtype);
-  return effort + (double)written * (loop.modelled ? kAddsPerByte : kSlowAddsPerByte);
+  double effort = fastest_in_dw(loop, loop.copies_row_bytes, chunks, block);
+  block->blocks = FLCE_BLOCKS_DX_FIRST;
+  /* E is written twice, the other loops write it once. */
+  return chunks->dx_effort + effort + writing_effort(&loop, loop.classes);
+}
+
+/* The blocks of both gradients after a forward that kept the statistics. Returns their time, or
+ * INFINITY. */
+static double choose_in_dw(block_loop loop, const chunk_alternative* chunks, block_shape* block) {
+  const flce_problem* problem = loop.problem;
+  const flce_plan* plan = loop.plan;
+  bool one_chunk = chunks->rows >= problem->shape.rows;
+  if (one_chunk || !chunks->dw_is_free || plan->strategy != FLCE_SAVE_STATS) return INFINITY;
+  bool gathers = problem->shape.rows < problem->shape.tokens; /* those of blocks */
+  flce_dx_use use = flce_use_of_dx(problem, plan, gathers);
+  int64_t row_bytes = loop.copies_row_bytes;
+  if (use == FLCE_DX_HAS_SCALED_X) row_bytes -= plan->hidden * flce_size_of(plan->dtype);
+  loop.sum_row_bytes = flce_sum_row_bytes(problem, plan, use);
+  loop.fewest_whole = 1;
+  double effort = fastest_in_dw(loop, row_bytes + loop.sum_row_bytes, chunks, block);
+  block->blocks = FLCE_BLOCKS_IN_DW;
+  return effort;
 }
 
 /* FLCE_BLOCKS. */
 static block_shape asked_block(const block_loop* loop, const chunk_alternative* chunks) {
   const flce_facts* facts = loop->facts;
   int64_t all = round_up(loop->classes, FLCE_BLOCK_CLASS_STEP);
-  return (block_shape){.rows = min64(facts->asked_rows, loop->problem->shape.rows),
+  if (facts->asked_classes == 0) return (block_shape){0};
+  block_shape block = {.blocks = FLCE_BLOCKS_IN_WORKSPACE,
+                       .rows = min64(facts->asked_rows, loop->problem->shape.rows),
                        .classes = min64(facts->asked_classes, all),
-                       .dx_first = facts->asks_dx_first && !isinf(chunks->dx_effort),
                        .whole_classes = loop->classes};
+  if (!facts->asks_dw_memory) return block;
+  if (!isinf(chunks->dx_effort)) block.blocks = FLCE_BLOCKS_DX_FIRST;
+  if (chunks->dw_is_free && loop->plan->strategy == FLCE_SAVE_STATS)
+    block.blocks = FLCE_BLOCKS_IN_DW;
+  return block;
 }
 
 void flce_choose_block(const flce_problem* problem, const flce_facts* facts, const flce_plan* plan,
@@ -315,13 +399,16 @@ void flce_choose_block(const flce_problem* problem, const flce_facts* facts, con
     *block = asked_block(&loop, chunks);
     return;
   }
-  block_shape dx_first = {0};
+  block_shape dx_first = {0}, in_dw = {0};
   double of_dx_first = choose_dx_first(loop, chunks, &dx_first);
+  double of_in_dw = choose_in_dw(loop, chunks, &in_dw);
   choose_dw_sum(&loop, chunks->default_rows);
   /* Where chunks would sum dW in the stat dtype and blocks not, chunks are no choice: that sum
    * takes more memory than max_memory saves. */
   bool widens = plan->accum_dtype != loop.accum_dtype;
   double of_chunks = widens ? INFINITY : chunks->effort, statistics = statistics_effort(&loop);
   double least = fastest_blocks(&loop, of_chunks - statistics, chunks->rows, block) + statistics;
-  if (of_dx_first < fmin(least, of_chunks)) *block = dx_first;
+  least = fmin(least, of_chunks);
+  if (of_dx_first < least) *block = dx_first;
+  if (of_in_dw < least * (loop.modelled ? 1.0 : kClearlyLess)) *block = in_dw;
 }

@@ -61,6 +61,11 @@ static int64_t gradient_rows(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_GRADS ? plan->chunk_rows : plan->backward_chunk_rows;
 }
 
+/* Rows of a chunk or block whose weights in db are made at a time (row_weights of gradients.c). */
+static int64_t weighted_rows(const flce_plan* plan) {
+  return uses_dw_memory(plan) ? plan->rows : gradient_rows(plan);
+}
+
 /* ---- the caller's tensors ---- */
 
 static void list_results(const flce_problem* problem, flce_plan* plan) {
@@ -131,7 +136,7 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
       {FLCE_BUF_BIAS_CAST,
        problem->has.bias && problem->dtypes.bias != flce_stat_dtype(plan->dtype), bias, v * stat},
       {FLCE_BUF_INDEX, plan->gathers, both, facts->compact_bytes},
-      {FLCE_BUF_GATHERED_X, copies && !plan->dx_first, FORWARD,
+      {FLCE_BUF_GATHERED_X, copies && !makes_dx_first(plan), FORWARD,
        first_copy ? plan->chunk_rows * copied_row : 0},
       {FLCE_BUF_GATHERED_X, copies, BACKWARD,
        second_copy ? plan->backward_chunk_rows * copied_row : 0},
@@ -142,7 +147,7 @@ static void list_operands(const flce_problem* problem, const flce_facts* facts, 
 
 /* The rows of the forward's chunks that have logits in the workspace. */
 static int64_t forward_logits_rows(const flce_problem* problem, const flce_plan* plan) {
-  bool elsewhere = plan->z_in_saved || problem->has.logits || plan->packs || plan->dx_first;
+  bool elsewhere = plan->z_in_saved || problem->has.logits || plan->packs || makes_dx_first(plan);
   bool none = plan->fuses_rows && only_statistics(plan);
   return elsewhere || none ? 0 : plan->chunk_rows;
 }
@@ -166,7 +171,7 @@ static void list_logits(const flce_problem* problem, const flce_facts* facts, fl
       {FLCE_BUF_LOGITS, true, FORWARD, logits},
       {FLCE_BUF_LOGITS, true, BACKWARD, backward_logits_bytes(plan)},
       {FLCE_BUF_LOGITS, by_blocks(plan), gradient_pass(plan), block},
-      {FLCE_BUF_FUSED, plan->fuses_rows && !plan->dx_first, FORWARD,
+      {FLCE_BUF_FUSED, plan->fuses_rows && !makes_dx_first(plan), FORWARD,
        plan->chunk_rows * facts->fused_row_bytes},
       {FLCE_BUF_FUSED, plan->fuses_blocks, gradient_pass(plan),
        plan->block_rows * fused_exp_row_bytes(facts, problem->shape.vocab, plan->block_classes)},
@@ -188,7 +193,7 @@ static void list_row_gradients(const flce_problem* problem, const flce_facts* fa
   const bool smooth = exp_form && problem->loss.label_smoothing > 0.0;
   /* In a forward the loss scale does what FLCE_BUF_DZ_SCALE does here. */
   const bool scales_dz = plan->dtype == FLCE_F16 && !exp_form && pass == BACKWARD;
-  const int64_t scale = FLCE_DZ_SCALE_NUMBERS + (wants_db ? gradient_rows(plan) : 0);
+  const int64_t scale = FLCE_DZ_SCALE_NUMBERS + (wants_db ? weighted_rows(plan) : 0);
   const bool sums_columns = smooth || (wants_db && !gradients_are_sampled(plan));
   const table_row rows[] = {
       {FLCE_BUF_COEF, true, pass, FLCE_COEF_COUNT * problem->shape.tokens * stat},
@@ -221,8 +226,7 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
   const unsigned pass = gradient_pass(plan);
   const bool dw = problem->wants.grad_weight, db = problem->wants.grad_bias;
   const bool exp_form = plan->form == FLCE_FORM_EXP, padded = plan->hidden != problem->shape.hidden;
-  const bool dx_rows = has_dx_rows(problem, plan) && !plan->dx_first;
-  const int64_t weighted = plan->dx_first ? plan->rows : chunk; /* rows that row_weights gathers */
+  const bool dx_rows = has_dx_rows(problem, plan) && !uses_dw_memory(plan);
   const int64_t dw_piece = plan->dw_piece_rows * width,
                 dx_piece = plan->dx_piece_rows * plan->hidden;
   const bool own_dw = plan->accum_dtype != plan->grad_weight_dtype || padded;
@@ -235,7 +239,7 @@ static void list_gradient_gemms(const flce_problem* problem, const flce_facts* f
       {FLCE_BUF_GEMM_PIECE, true, pass, max64(dw ? dw_piece : 0, dx_piece) * size},
       {FLCE_BUF_DB_ACCUM, db, pass, v * stat},
       {FLCE_BUF_DB_PARTS, db, pass, plan->bias_parts * v * stat},
-      {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, weighted * stat},
+      {FLCE_BUF_GATHERED_COEF, db && plan->gathers && exp_form, pass, weighted_rows(plan) * stat},
   };
   ADD_ROWS(plan, rows);
 }

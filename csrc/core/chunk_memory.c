@@ -9,6 +9,7 @@ static chunk chunk_of(const execution* e, int64_t first, int64_t most_rows) {
   int64_t left = e->problem->shape.rows - first;
   return (chunk){
       .first = first,
+      .adds_dw = first > 0,
       .rows = left < most_rows ? left : most_rows,
       .classes = e->problem->shape.vocab,
       .scaled_x = buffer_ptr(e, FLCE_BUF_SCALED_X),
@@ -120,10 +121,22 @@ chunk flce_chunk_from_saved(const execution* e, int64_t first) {
 
 /* ---- blocks, in a backward or in a forward with save=grads ---- */
 
+/* FLCE_BLOCKS_IN_DW: the sum of dX over blocks from row `first` on, or NULL if dX is not wanted. */
+static void* sum_of_dx(const execution* e, int64_t first) {
+  const flce_plan* plan = e->plan;
+  if (!e->problem->wants.grad_input) return NULL;
+  int64_t row = plan->hidden * flce_size_of(plan->dx_gemm_dtype);
+  bool in_dx = flce_use_of_dx(e->problem, plan, plan->gathers) == FLCE_DX_HAS_SUM;
+  char* sum = in_dx ? e->tensors->grad_input
+                    : (char*)e->tensors->grad_weight + flce_sum_offset(e->problem, plan);
+  return sum + first * row;
+}
+
 chunk flce_rows_of_blocks(const execution* e, int64_t first) {
   const flce_plan* plan = e->plan;
   chunk c = chunk_of(e, first, plan->block_rows);
   c.copied_x = input_copy(e, FLCE_BUF_GATHERED_X);
+  if (plan->blocks == FLCE_BLOCKS_IN_DW) c.dx_rows = sum_of_dx(e, first);
   return c;
 }
 
@@ -190,14 +203,20 @@ chunk flce_chunk_in_dw(const execution* e, int64_t first) {
 
 chunk flce_all_rows_in_dw(const execution* e) {
   const flce_plan* plan = e->plan;
+  const flce_problem* problem = e->problem;
   chunk c = flce_all_rows(e);
-  int64_t copies = c.rows * plan->copies_row_bytes, of_x = c.rows * bytes_of_copied_x(plan);
-  int64_t scaled = copies_weight_input(e->problem, plan) ? plan->hidden : 0;
   /* Half of the padding aligns these matrices, the other half a block's logits. */
-  int64_t next = c.classes * flce_dw_class_bytes(plan) - copies - FLCE_DW_PADDING / 2;
-  c.scaled_x = take(e, &next, c.rows * scaled * flce_size_of(plan->dtype));
-  c.copied_x = take(e, &next, of_x);
+  int64_t next =
+      c.classes * flce_dw_class_bytes(plan) - c.rows * plan->whole_row_bytes - FLCE_DW_PADDING / 2;
+  int64_t scaled = copies_weight_input(problem, plan) ? plan->hidden : 0;
+  bool sums = plan->blocks == FLCE_BLOCKS_IN_DW;
+  flce_dx_use use = sums ? flce_use_of_dx(problem, plan, plan->gathers) : FLCE_DX_UNUSED;
+  c.scaled_x = use == FLCE_DX_HAS_SCALED_X
+                   ? e->tensors->grad_input
+                   : take(e, &next, c.rows * scaled * flce_size_of(plan->dtype));
+  c.copied_x = take(e, &next, c.rows * bytes_of_copied_x(plan));
   c.fused_scratch = take(e, &next, 1);
+  if (sums) c.dx_rows = sum_of_dx(e, 0);
   return c;
 }
 

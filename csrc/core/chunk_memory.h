@@ -27,8 +27,8 @@ chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class);
  * its logits. */
 chunk flce_classes_of(const chunk* c, int64_t first, int64_t classes);
 
-/* plan->dx_first, in the memory of dW: a chunk of dX; the copies of all rows, and a block of them
- * from `first_class` on. */
+/* In the memory of dW (core/dw_memory.h): with dX first a chunk of dX. The copies of all rows, with
+ * FLCE_BLOCKS_IN_DW also the sum of dX; and a block of them from `first_class` on. */
 chunk flce_chunk_in_dw(const execution* e, int64_t first);
 chunk flce_all_rows_in_dw(const execution* e);
 chunk flce_block_in_dw(const execution* e, const chunk* rows, int64_t first_class);

@@ -15,7 +15,7 @@
  * Under a small max_memory a chunk of all classes has few rows, and for each chunk dW is read and
  * written once. Gradients are then made by blocks of rows and classes, from logits that are
  * computed again: the backward of "stats" and the forward of "grads" have a function for that, and
- * the latter a second one, which uses that the memory of dW is free until dW is written there.
+ * each a second one, which uses that the memory of dW is free until dW is written there.
  *
  * A divergence (distillation) computes a teacher's logits before the student's. Its forward makes
  * the losses alone, or the gradients too, by GEMMs or from samples. It has no flce_backward: where
@@ -36,6 +36,7 @@
  * the arithmetic is the backend's (backend.h). */
 #include "core/backward_steps.h"
 #include "core/chunk_memory.h"
+#include "core/dw_memory.h"
 #include "core/forward_steps.h"
 #include "core/gradients.h"
 #include "core/plan_rules.h"
@@ -126,6 +127,13 @@ static flce_status forward_grads(const execution* e) {
   return flce_reduce_losses(e, reduce_may_overlap);
 }
 
+/* All gradients of a block of classes. */
+static flce_status gradients_of_block(const execution* e, const chunk* block) {
+  FLCE_TRY(flce_exp_or_dz_of_block(e, block));
+  FLCE_TRY(flce_dx_gemm(e, block));
+  return flce_add_dw_db(e, block);
+}
+
 /* The gradients of a chunk's rows, of all of which the statistics are known: from the logits of a
  * block of classes at a time, which are computed again. dX is summed over the blocks in the stat
  * dtype; dW of a block is one GEMM over the chunk's rows. */
@@ -134,9 +142,7 @@ static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
   FLCE_TRY(flce_scale_input(e, rows));
   for (int64_t first = 0; first < rows->classes; first += e->plan->block_classes) {
     const chunk block = flce_block_of(e, rows, first);
-    FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
-    FLCE_TRY(flce_dx_gemm(e, &block));
-    FLCE_TRY(flce_add_dw_db(e, &block));
+    FLCE_TRY(gradients_of_block(e, &block));
   }
   return flce_finish_chunk_dx(e, rows);
 }
@@ -303,7 +309,7 @@ static flce_status forward(const execution* e) {
         return plan->is_divergence ? forward_divergence(e) : forward_loss_only(e);
       if (plan->draws_from_dz) return forward_divergence_samples(e);
       if (plan->is_divergence) return forward_divergence_grads(e);
-      if (plan->dx_first) return forward_grads_dx_first(e);
+      if (makes_dx_first(plan)) return forward_grads_dx_first(e);
       return by_blocks(plan) ? forward_grads_by_blocks(e) : forward_grads(e);
     case FLCE_SAVE_SAMPLES:
       return forward_samples(e);
@@ -367,6 +373,90 @@ static flce_status backward_stats_by_blocks(execution* e) {
   return flce_finish_gradients(e);
 }
 
+/* The gradients of the first classes, by blocks over all rows in the memory of dW. dX remains a
+ * sum. */
+static flce_status gradients_of_whole_blocks(const execution* e) {
+  const chunk rows = flce_all_rows_in_dw(e);
+  FLCE_TRY(flce_copy_input(e, &rows));
+  FLCE_TRY(flce_scale_input(e, &rows));
+  for (int64_t first = 0; first < e->plan->whole_classes;) {
+    const chunk block = flce_block_in_dw(e, &rows, first);
+    FLCE_TRY(gradients_of_block(e, &block));
+    first += block.classes;
+  }
+  return FLCE_OK;
+}
+
+/* dW and db of those classes of a block that are in [begin, end); `adds` as chunk.adds_dw. */
+static flce_status dw_of_range(const execution* e, const chunk* block, int64_t begin, int64_t end,
+                               bool adds) {
+  int64_t first = max64(begin - block->first_class, 0);
+  int64_t classes = min64(end - block->first_class, block->classes) - first;
+  if (classes <= 0) return FLCE_OK;
+  chunk part = flce_classes_of(block, first, classes);
+  part.adds_dw = adds;
+  return flce_add_dw_db(e, &part);
+}
+
+/* dX of a chunk's rows, by blocks of the other classes in the workspace, and dW of those of them
+ * whose memory has no sum of dX any more. The chunk before has begun dW of those before class
+ * `begun`. */
+static flce_status dx_and_free_dw(const execution* e, const chunk* rows) {
+  FLCE_TRY(flce_copy_input(e, rows));
+  FLCE_TRY(flce_scale_input(e, rows));
+  int64_t step = e->plan->block_classes, begun = 0;
+  int64_t free_classes = flce_free_classes(e->problem, e->plan, rows->first);
+  if (rows->first > 0)
+    begun = flce_free_classes(e->problem, e->plan, rows->first - e->plan->block_rows);
+  for (int64_t first = e->plan->whole_classes; first < rows->classes; first += step) {
+    const chunk block = flce_block_of(e, rows, first);
+    FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
+    FLCE_TRY(flce_dx_gemm(e, &block));
+    FLCE_TRY(dw_of_range(e, &block, 0, begun, true));
+    FLCE_TRY(dw_of_range(e, &block, begun, free_classes, false));
+  }
+  return flce_finish_chunk_dx(e, rows);
+}
+
+/* dW that a chunk's rows lack: of the classes whose memory was not free then. Of those before class
+ * `begun` others have made theirs. */
+static flce_status dw_of_other_classes(const execution* e, const chunk* rows, int64_t begun) {
+  int64_t step = e->plan->block_classes, all = rows->classes;
+  int64_t begin = flce_free_classes(e->problem, e->plan, rows->first);
+  if (begin == all) return FLCE_OK;
+  FLCE_TRY(flce_copy_input(e, rows));
+  FLCE_TRY(flce_scale_input(e, rows));
+  for (int64_t first = begin; first < all; first += step) {
+    const chunk block = flce_block_of(e, rows, first);
+    FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
+    FLCE_TRY(dw_of_range(e, &block, 0, begun, true));
+    FLCE_TRY(dw_of_range(e, &block, begun, all, false));
+  }
+  return FLCE_OK;
+}
+
+/* save=stats under a small max_memory, if the memory of dW is free until dW is written there
+ * (core/dw_memory.h): it holds blocks over all rows and, until dX is finished, its sum. */
+static flce_status backward_stats_in_dw(execution* e) {
+  FLCE_TRY(flce_open_operands(e, true, true));
+  FLCE_TRY(begin_backward(e));
+  const chunk all = flce_all_rows(e);
+  FLCE_TRY(flce_upstream_coefficients(e, &all));
+  FLCE_TRY(gradients_of_whole_blocks(e));
+  int64_t step = e->plan->block_rows, last = (all.rows - 1) / step * step;
+  int64_t begun = flce_free_classes(e->problem, e->plan, last);
+  for (int64_t first = 0; first < all.rows; first += step) {
+    const chunk c = flce_rows_of_blocks(e, first);
+    FLCE_TRY(dx_and_free_dw(e, &c));
+  }
+  for (int64_t first = 0; first < all.rows; first += step) {
+    const chunk c = flce_rows_of_blocks(e, first);
+    FLCE_TRY(dw_of_other_classes(e, &c, first > 0 ? c.classes : begun));
+  }
+  FLCE_TRY(flce_order_targets(e));
+  return flce_finish_gradients(e);
+}
+
 /* save=samples: gathers by the lists, of all rows at once. */
 static flce_status backward_samples(execution* e) {
   FLCE_TRY(flce_open_operands(e, e->problem->wants.grad_weight, false));
@@ -381,6 +471,7 @@ static flce_status backward(execution* e) {
     case FLCE_SAVE_LOGITS:
       return backward_logits(e);
     case FLCE_SAVE_STATS:
+      if (e->plan->blocks == FLCE_BLOCKS_IN_DW) return backward_stats_in_dw(e);
       return by_blocks(e->plan) ? backward_stats_by_blocks(e) : backward_stats(e);
     case FLCE_SAVE_SAMPLES:
       return backward_samples(e);

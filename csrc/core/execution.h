@@ -143,13 +143,15 @@ static inline void* buffer_ptr(const execution* e, flce_buffer_id id) {
  * vectors are. All of it follows from the plan and the first row (chunk_memory.h). */
 typedef struct chunk {
   int64_t first, rows; /* computed rows [first, first + rows) */
+  /* dW and db of other rows are in their accumulators, to which those of these rows are added. */
+  bool adds_dw;
   /* The classes of z and out: all of this rank, or a block of them (engine.c: gradients_of_blocks)
    */
   int64_t first_class, classes;
   const int64_t* index; /* their tokens; NULL: computed row i is token i */
   void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
   void* scaled_x;       /* FLCE_BUF_SCALED_X: the B operand of dW's GEMM, or NULL if x itself is */
-  void* dx_rows;        /* FLCE_BUF_DX_ROWS: the result of dX's GEMM, or NULL if dX itself is */
+  void* dx_rows;        /* FLCE_BUF_DX_ROWS: the result of dX's GEMM, or NULL if it goes to dX */
   void* fused_scratch;  /* FLCE_BUF_FUSED, or NULL */
   /* Logits: the result of the logits GEMM. In a backward with save=logits what is saved of it: z,
    * or E if the plan saves_exp. */

@@ -148,8 +148,7 @@ static flce_status weight_and_bias(const execution* e, const chunk* c, const flc
   const void* weights;
   FLCE_TRY(row_weights(e, c, &weights));
   flce_count_gemm();
-  CALL(e, grad_weight_gemm, gemm, c->index, weights, buffer_ptr(e, FLCE_BUF_DB_PARTS),
-       c->first > 0);
+  CALL(e, grad_weight_gemm, gemm, c->index, weights, buffer_ptr(e, FLCE_BUF_DB_PARTS), c->adds_dw);
   return FLCE_OK;
 }
 
@@ -170,7 +169,7 @@ static flce_status weight_gradient(const execution* e, const chunk* c) {
                     .pitch_c = width,
                     .dtype = plan->dtype,
                     .c_dtype = plan->accum_dtype,
-                    .beta = c->first > 0 || sums_in_callers(e) ? 1.0 : 0.0,
+                    .beta = c->adds_dw || sums_in_callers(e) ? 1.0 : 0.0,
                     .shift = plan->dw_fp16_shift,
                     .factors = buffer_ptr(e, FLCE_BUF_DZ_SCALE)};
   if (plan->bias_parts > 0) return weight_and_bias(e, c, &gemm);
@@ -189,7 +188,7 @@ static flce_status bias_gradient(const execution* e, const chunk* c) {
            .rows = c->rows,
            .cols = c->classes,
            .weights = weights,
-           .accumulate = c->first > 0,
+           .accumulate = c->adds_dw,
            .scratch = buffer_ptr(e, FLCE_BUF_COLUMN_SUM)});
   return FLCE_OK;
 }

@@ -18,7 +18,7 @@
  *
  * All of this is done for chunks of all classes first. Where gradients may be made by blocks of
  * rows and classes, flce_plan_checked compares the times of both (blocks.c) and, if blocks are
- * faster, makes the plan again with block_rows, block_classes and dx_first set before everything
+ * faster, makes the plan again with blocks, block_rows and block_classes set before everything
  * else: hence by_blocks() in each part. */
 #include "core/plan.h"
 
@@ -148,7 +148,7 @@ static void choose_logits_matrix(const flce_problem* problem, const flce_facts* 
   plan->fuses_blocks = by_blocks(plan) && may_fuse_blocks(facts, plan);
   plan->packs = plan->fuses_rows && facts->fused_packs && plan->strategy == FLCE_SAVE_GRADS;
   /* If so, fused_logits writes no logits; the logits buffer, if there is one, holds E. */
-  bool makes_e = plan->fuses_rows && exp_form && (!recomputes_logits(plan) || plan->dx_first);
+  bool makes_e = plan->fuses_rows && exp_form && (!recomputes_logits(plan) || makes_dx_first(plan));
   if (makes_e) plan->z_dtype = plan->exp_dtype;
   plan->z_pitch = aligned_pitch(problem, facts, plan->z_dtype);
   plan->out_pitch = aligned_pitch(problem, facts, plan->dtype);
@@ -225,7 +225,7 @@ static int choose_dw_fp16_shift(int64_t rows) {
  * sum over V in parts, and a part may overflow where the sum does not. */
 static flce_dtype choose_dx_gemm_dtype(const flce_plan* plan, const flce_facts* facts) {
   flce_dtype stat = flce_stat_dtype(plan->dtype);
-  if (by_blocks(plan) && !plan->dx_first) return stat; /* it is a sum over blocks of classes */
+  if (by_blocks(plan) && !makes_dx_first(plan)) return stat; /* a sum over blocks of classes */
   flce_dtype own = plan->partial_dx_dtype;
   if (plan->form == FLCE_FORM_DZ && own != FLCE_F16 && gemm_writes(plan, facts, own)) return own;
   return gemm_writes(plan, facts, stat) ? stat : plan->dtype;
@@ -372,7 +372,7 @@ static chunk_loop dx_loop(const flce_problem* problem, const flce_facts* facts,
 
 static chunk_loop forward_loop(const flce_problem* problem, const flce_facts* facts,
                                const flce_plan* plan) {
-  if (plan->dx_first) return dx_loop(problem, facts, plan);
+  if (makes_dx_first(plan)) return dx_loop(problem, facts, plan);
   chunk_loop loop = any_loop(problem, plan);
   bool gradients = plan->strategy == FLCE_SAVE_GRADS && !by_blocks(plan);
   loop.makes_logits = true;
@@ -468,16 +468,19 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 
 /* ---- the plan ---- */
 
-/* The classes of the blocks over all rows that begin before class `end`. */
-static int64_t choose_whole_classes(const flce_problem* problem, const flce_plan* plan,
-                                    int64_t end) {
+/* The blocks over all rows that begin before class `end`, in the memory of dW. Where it has no room
+ * for the sum of dX and a block, blocks of the same shape are in the workspace alone. */
+static void choose_whole_classes(const flce_problem* problem, const flce_facts* facts, int64_t end,
+                                 flce_plan* plan) {
+  plan->whole_row_bytes = flce_whole_row_bytes(problem, facts, plan);
   dw_memory memory = flce_memory_of_dw(problem, plan);
   int64_t first = 0, classes = 0;
   do {
     first += classes;
     classes = first < end ? flce_whole_block_classes(&memory, first) : 0;
   } while (classes > 0);
-  return first;
+  plan->whole_classes = first;
+  if (first == 0 && plan->blocks == FLCE_BLOCKS_IN_DW) plan->blocks = FLCE_BLOCKS_IN_WORKSPACE;
 }
 
 /* The plan with gradients by blocks of this shape, or by chunks of all classes if that is 0. */
@@ -488,14 +491,13 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   plan->rows = problem->shape.rows;
   plan->block_rows = block.rows;
   plan->block_classes = block.classes;
-  plan->dx_first = block.dx_first;
+  plan->blocks = block.blocks;
   flce_choose_dtypes(problem, facts, plan);
-  if (plan->dx_first) {
-    plan->copies_row_bytes = flce_copies_row_bytes(problem, facts, plan);
-    plan->whole_classes = choose_whole_classes(problem, plan, block.whole_classes);
-  } else if (by_blocks(plan))
-    plan->dx_piece_rows =
-        gemm_piece_rows(plan, facts, plan->dx_gemm_dtype, plan->block_rows, plan->hidden);
+  if (uses_dw_memory(plan)) choose_whole_classes(problem, facts, block.whole_classes, plan);
+  if (by_blocks(plan) && !makes_dx_first(plan)) {
+    int64_t rows = plan->blocks == FLCE_BLOCKS_IN_DW ? plan->rows : plan->block_rows;
+    plan->dx_piece_rows = gemm_piece_rows(plan, facts, plan->dx_gemm_dtype, rows, plan->hidden);
+  }
   FLCE_TRY(choose_forward_chunks(problem, facts, plan));
   FLCE_TRY(choose_backward_chunks(problem, facts, plan));
   widen_dw_sum(problem, facts, plan);
@@ -506,13 +508,12 @@ static flce_status plan_with_blocks(const flce_problem* problem, const flce_fact
   return FLCE_OK;
 }
 
-/* The time of logits and dX by chunks in the memory of dW. */
+/* With save=grads the time of logits and dX by chunks in the memory of dW, if that is free. */
 static flce_status measure_dx_chunks(const flce_problem* problem, const flce_facts* facts,
-                                     const flce_plan* plan, double* effort) {
+                                     const flce_plan* plan, bool dw_is_free, double* effort) {
   *effort = INFINITY;
   chunk_loop loop = dx_loop(problem, facts, plan);
-  bool is_free = flce_dw_is_free(problem, plan, narrow_sum_dtype(problem, plan));
-  bool may = problem->wants.grad_input && is_free && !flce_is_sharded(problem);
+  bool may = dw_is_free && plan->strategy == FLCE_SAVE_GRADS && problem->wants.grad_input;
   if (!may || loop.max_memory < loop.row_bytes) return FLCE_OK;
   int64_t rows, number;
   FLCE_TRY(choose_chunk_rows(problem, facts, &loop, &rows, &number));
@@ -528,7 +529,9 @@ static flce_status measure_chunks(const flce_problem* problem, const flce_facts*
   chunk_loop loop = grads ? forward_loop(problem, facts, plan) : backward_loop(problem, plan);
   chunks->rows = grads ? plan->chunk_rows : plan->backward_chunk_rows;
   chunks->effort = flce_chunks_effort(problem, facts, &loop, chunks->rows);
-  FLCE_TRY(measure_dx_chunks(problem, facts, plan, &chunks->dx_effort));
+  chunks->dw_is_free =
+      !flce_is_sharded(problem) && flce_dw_is_free(problem, plan, narrow_sum_dtype(problem, plan));
+  FLCE_TRY(measure_dx_chunks(problem, facts, plan, chunks->dw_is_free, &chunks->dx_effort));
   loop.max_memory = max64(loop.max_memory, DEFAULT_BYTES);
   loop.prefers_small_chunks = true;
   loop.accum_dtype = narrow_sum_dtype(problem, plan);
@@ -540,13 +543,14 @@ flce_status flce_plan_checked(const flce_problem* problem, const flce_facts* fac
                               flce_plan* plan) {
   block_shape block = {.rows = problem->derived.block_rows,
                        .classes = problem->derived.block_classes};
+  if (block.classes > 0) block.blocks = FLCE_BLOCKS_IN_WORKSPACE;
   FLCE_TRY(plan_with_blocks(problem, facts, block, plan));
   if (problem->derived.chunk_rows > 0) return FLCE_OK;
   if (!flce_may_use_blocks(problem, facts, plan)) return FLCE_OK;
   chunk_alternative chunks;
   FLCE_TRY(measure_chunks(problem, facts, plan, &chunks));
   flce_choose_block(problem, facts, plan, &chunks, &block);
-  return block.classes > 0 ? plan_with_blocks(problem, facts, block, plan) : FLCE_OK;
+  return block.blocks != FLCE_BLOCKS_NONE ? plan_with_blocks(problem, facts, block, plan) : FLCE_OK;
 }
 
 flce_status flce_plan_make(const flce_problem* problem, const flce_facts* facts, flce_plan* plan) {

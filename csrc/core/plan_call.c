@@ -11,8 +11,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* FLCE_BLOCKS, for measurements and tests: the shape of a block, "0" for none, or "dx_first:" and
- * the shape of the last blocks of dW. */
+/* FLCE_BLOCKS, for measurements and tests: the shape of a block, "0" for none, or "in_dw:" and the
+ * shape of those that are not in the memory of dW. */
 static flce_status read_blocks(flce_facts* facts) {
   const char* text = flce_variable_text(FLCE_VARIABLE_BLOCKS);
   if (!text) return FLCE_OK;
@@ -20,14 +20,14 @@ static flce_status read_blocks(flce_facts* facts) {
   int end = 0;
   facts->asks_block = true;
   if (strcmp(text, "0") == 0) return FLCE_OK;
-  const char kDxFirst[] = "dx_first:", *shape = text;
-  facts->asks_dx_first = strncmp(text, kDxFirst, sizeof kDxFirst - 1) == 0;
-  if (facts->asks_dx_first) shape += sizeof kDxFirst - 1;
+  const char kInDw[] = "in_dw:", *shape = text;
+  facts->asks_dw_memory = strncmp(text, kInDw, sizeof kInDw - 1) == 0;
+  if (facts->asks_dw_memory) shape += sizeof kInDw - 1;
   bool two = sscanf(shape, "%lldx%lld%n", &rows, &classes, &end) == 2 && shape[end] == 0;
   if (!two || rows < 1 || classes < 1 || classes % FLCE_BLOCK_CLASS_STEP != 0)
     return flce_fail(FLCE_INVALID_ARGUMENT,
                      "FLCE_BLOCKS: expected \"0\" or rows and a multiple of %d classes such as "
-                     "\"2048x4096\", after \"dx_first:\" or alone, got \"%s\"",
+                     "\"2048x4096\", after \"in_dw:\" or alone, got \"%s\"",
                      FLCE_BLOCK_CLASS_STEP, text);
   facts->asked_rows = rows;
   facts->asked_classes = classes;
@@ -118,8 +118,10 @@ static void replace_backward(const flce_plan* other, unsigned pass, flce_plan* p
   plan->accum_dtype = other->accum_dtype;
   plan->backward_chunk_rows = own ? other->backward_chunk_rows : other->chunk_rows;
   plan->backward_chunks = own ? other->backward_chunks : other->chunks;
+  plan->blocks = other->blocks;
   plan->block_rows = other->block_rows;
   plan->block_classes = other->block_classes;
+  plan->whole_classes = other->whole_classes;
   plan->backward_gemms = own ? other->backward_gemms : other->forward_gemms;
   plan->backward_workspace_bytes =
       own ? other->backward_workspace_bytes : other->forward_workspace_bytes;

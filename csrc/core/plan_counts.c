@@ -13,20 +13,54 @@ static int64_t gemms_of_rows(int64_t size, int64_t block, int64_t piece) {
   return size / block * ceil_div(block, piece) + ceil_div(size % block, piece);
 }
 
-/* GEMMs of the logits and dX of each chunk, of the logits and dW of the blocks over all rows, and
- * of the blocks after them. */
-static void count_gemms_of_dx_first(const flce_problem* problem, flce_plan* plan) {
+/* GEMMs of dW of the classes [begin, end), which are in blocks of `step` classes from `from` on. */
+static int64_t gemms_of_range(int64_t begin, int64_t end, int64_t from, int64_t step,
+                              int64_t piece) {
+  int64_t next = min64(from + round_up(begin - from, step), end), head = next - begin;
+  int64_t of_head = head > 0 ? gemms_of_rows(head, head, piece) : 0;
+  return of_head + (end > next ? gemms_of_rows(end - next, step, piece) : 0);
+}
+
+/* GEMMs of the blocks in the workspace with FLCE_BLOCKS_IN_DW (engine.c: dx_and_free_dw,
+ * dw_of_other_classes). */
+static int64_t gemms_of_rest(const flce_problem* problem, const flce_plan* plan) {
+  int64_t n = problem->shape.rows, v = problem->shape.vocab, whole = plan->whole_classes;
+  int64_t step = plan->block_classes, piece = plan->dw_piece_rows;
+  int64_t blocks = ceil_div(v - whole, step), written = whole, gemms = 0;
+  int64_t last = (n - 1) / plan->block_rows * plan->block_rows;
+  if (problem->wants.grad_input)
+    gemms += blocks * gemms_of_rows(n, plan->block_rows, plan->dx_piece_rows);
+  for (int64_t first = 0; first < n; first += plan->block_rows) {
+    int64_t end = flce_free_classes(problem, plan, first);
+    int64_t by_last = first > 0 ? v : max64(flce_free_classes(problem, plan, last), end);
+    gemms += blocks + gemms_of_range(whole, written, whole, step, piece) +
+             gemms_of_range(written, end, whole, step, piece);
+    gemms += ceil_div(v - end, step) + gemms_of_range(end, by_last, end, step, piece) +
+             gemms_of_range(by_last, v, end, step, piece);
+    written = end;
+  }
+  return gemms;
+}
+
+/* GEMMs of the blocks over all rows in the memory of dW, and of those in the workspace. */
+static void count_gemms_of_dw_memory(const flce_problem* problem, flce_plan* plan) {
   dw_memory memory = flce_memory_of_dw(problem, plan);
-  int64_t left = problem->shape.vocab - plan->whole_classes, piece = plan->dw_piece_rows;
-  plan->forward_gemms = 2 * plan->chunks;
+  bool dx_first = makes_dx_first(plan);
+  int64_t n = problem->shape.rows, piece = plan->dw_piece_rows, step = plan->block_classes;
+  int64_t left = problem->shape.vocab - plan->whole_classes, gemms = 0;
   for (int64_t first = 0; first < plan->whole_classes;) {
     int64_t classes = flce_whole_block_classes(&memory, first);
-    plan->forward_gemms += 1 + gemms_of_rows(classes, classes, piece);
+    gemms += 1 + gemms_of_rows(classes, classes, piece);
+    if (!dx_first && problem->wants.grad_input) gemms += gemms_of_rows(n, n, plan->dx_piece_rows);
     first += classes;
   }
-  plan->forward_gemms +=
-      ceil_div(problem->shape.rows, plan->block_rows) *
-      (ceil_div(left, plan->block_classes) + gemms_of_rows(left, plan->block_classes, piece));
+  if (dx_first)
+    gemms +=
+        ceil_div(n, plan->block_rows) * (ceil_div(left, step) + gemms_of_rows(left, step, piece));
+  else
+    gemms += gemms_of_rest(problem, plan);
+  plan->forward_gemms = plan->chunks + (dx_first ? plan->chunks + gemms : 0);
+  plan->backward_gemms = dx_first ? 0 : gemms;
 }
 
 static void count_gemms_of_blocks(const flce_problem* problem, flce_plan* plan) {
@@ -54,8 +88,8 @@ static void count_gemms(const flce_problem* problem, flce_plan* plan) {
   int64_t dw = plan->dw_piece_rows ? ceil_div(problem->shape.vocab, plan->dw_piece_rows) : 1;
   int64_t gradients = (problem->wants.grad_input ? 1 : 0) + (problem->wants.grad_weight ? dw : 0);
   if (by_blocks(plan)) {
-    if (plan->dx_first)
-      count_gemms_of_dx_first(problem, plan);
+    if (uses_dw_memory(plan))
+      count_gemms_of_dw_memory(problem, plan);
     else
       count_gemms_of_blocks(problem, plan);
     return;

@@ -11,7 +11,15 @@ static inline bool makes_gradients(const flce_problem* problem, const flce_plan*
 }
 /* True if gradients are made by blocks of rows and classes, from logits that are computed again. */
 static inline bool by_blocks(const flce_plan* plan) {
-  return plan->block_classes > 0;
+  return plan->blocks != FLCE_BLOCKS_NONE;
+}
+/* True if the forward makes dX by chunks of all classes, then dW by blocks. */
+static inline bool makes_dx_first(const flce_plan* plan) {
+  return plan->blocks == FLCE_BLOCKS_DX_FIRST;
+}
+/* True if the memory of dW holds logits until dW is written there. */
+static inline bool uses_dw_memory(const flce_plan* plan) {
+  return makes_dx_first(plan) || plan->blocks == FLCE_BLOCKS_IN_DW;
 }
 /* True if fused_exp can make the E of blocks. */
 static inline bool may_fuse_blocks(const flce_facts* facts, const flce_plan* plan) {
@@ -25,7 +33,7 @@ static inline flce_dtype block_dtype(const flce_plan* plan) {
   return plan->fuses_blocks ? plan->exp_dtype : plan->z_dtype;
 }
 /* True if the pass that makes the gradients computes the logits again: for all gradients or,
- * with dx_first, for dW and db. */
+ * with dX first, for dW and db. */
 static inline bool recomputes_logits(const flce_plan* plan) {
   return plan->strategy == FLCE_SAVE_STATS || by_blocks(plan);
 }
@@ -39,7 +47,7 @@ static inline int64_t fused_exp_row_bytes(const flce_facts* facts, int64_t vocab
 }
 /* True if the forward's loop over chunks needs only statistics: nothing reads its logits or E. */
 static inline bool only_statistics(const flce_plan* plan) {
-  bool computed_again = recomputes_logits(plan) && !plan->dx_first; /* for the gradients */
+  bool computed_again = recomputes_logits(plan) && !makes_dx_first(plan); /* for the gradients */
   bool keeps_no_logits = plan->strategy == FLCE_SAVE_NOTHING || computed_again;
   return keeps_no_logits && !plan->finds_classes && !plan->sums_tail && !plan->is_divergence;
 }
@@ -68,7 +76,7 @@ static inline bool copies_logits_input(const flce_plan* plan) {
 /* True if the result of dX's GEMM is not dX yet: it is a part of a sum, has another dtype, or has
  * rows or columns in other places. */
 static inline bool has_dx_rows(const flce_problem* problem, const flce_plan* plan) {
-  bool is_summed = by_blocks(plan) && !plan->dx_first,
+  bool is_summed = by_blocks(plan) && !makes_dx_first(plan),
        padded = plan->hidden != problem->shape.hidden;
   bool other_dtype = plan->dx_gemm_dtype != plan->partial_dx_dtype;
   return problem->wants.grad_input && (is_summed || other_dtype || plan->gathers || padded);

@@ -47,6 +47,9 @@ static void append(char* text, int64_t size, int64_t* used, const char* format, 
   if (written > 0) *used += written;
 }
 
+/* By flce_block_mode. */
+static const char* const kBlocks[] = {"none", "workspace", "dx_first", "in_dw"};
+
 /* The strategy and the dtypes, six texts. */
 #define FLCE_PLAN_WORDS(plan)                                                 \
   flce_save_name(plan->strategy), plan->form == FLCE_FORM_EXP ? "exp" : "dz", \
@@ -64,8 +67,11 @@ int64_t flce_plan_text(const flce_plan* plan, char* text, int64_t size) {
   if (plan->block_classes > 0)
     append(text, size, &used, "gradients by blocks: block_rows=%lld block_classes=%lld\n",
            (long long)plan->block_rows, (long long)plan->block_classes);
-  if (plan->dx_first)
+  if (plan->blocks == FLCE_BLOCKS_DX_FIRST)
     append(text, size, &used, "dX first, in the memory of dW; whole_classes=%lld\n",
+           (long long)plan->whole_classes);
+  if (plan->blocks == FLCE_BLOCKS_IN_DW)
+    append(text, size, &used, "dX and dW in the memory of dW; whole_classes=%lld\n",
            (long long)plan->whole_classes);
   append(text, size, &used, "forward_gemms=%lld backward_gemms=%lld sampled_time=%.3g\n",
          (long long)plan->forward_gemms, (long long)plan->backward_gemms, plan->sampled_time);
@@ -106,8 +112,8 @@ int64_t flce_plan_json(const flce_plan* plan, char* text, int64_t size) {
   int64_t used = 0;
   append(text, size, &used,
          "{\"save\": \"%s\", \"form\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", "
-         "\"logits_dtype\": \"%s\", \"accum_dtype\": \"%s\", \"dx_first\": %s",
-         FLCE_PLAN_WORDS(plan), plan->dx_first ? "true" : "false");
+         "\"logits_dtype\": \"%s\", \"accum_dtype\": \"%s\", \"blocks\": \"%s\"",
+         FLCE_PLAN_WORDS(plan), kBlocks[plan->blocks]);
 #define FLCE_SIZE(name) append(text, size, &used, ", \"" #name "\": %lld", (long long)plan->name)
   FLCE_PLAN_SIZES(FLCE_SIZE);
 #undef FLCE_SIZE

@@ -1,6 +1,6 @@
-/* Where the matrices of plan->dx_first are in the memory of dW, and what a block of classes takes
- * of the workspace: in plans of drawn problems for the GPUs that have a name and the CPU. Nothing
- * runs here. */
+/* Where the matrices of blocks in the memory of dW are (core/dw_memory.h), and what a block of
+ * classes takes of the workspace: in plans of drawn problems for the GPUs that have a name and the
+ * CPU. Nothing runs here. */
 #include "core/chunk_memory.h"
 #include "core/dw_memory.h"
 #include "core/plan_rules.h"
@@ -9,9 +9,15 @@
 
 #include <stdio.h>
 
-enum { DRAWS = 30000, LEAST_DX_FIRST = 4000, LEAST_WHOLE = 2000, MOST_RANGES = 8 };
+enum {
+  DRAWS = 30000,
+  LEAST_DX_FIRST = 2000,
+  LEAST_IN_DW = 1000,
+  LEAST_WHOLE = 2000,
+  MOST_RANGES = 8
+};
 
-static int64_t dx_first, with_whole_blocks;
+static int64_t dx_first, in_dw, with_sum, with_whole_blocks;
 
 static bool one_in(int64_t count) {
   return test_random() % (uint64_t)count == 0;
@@ -41,8 +47,9 @@ static flce_problem draw(void) {
   p.dtypes.widens_accum = p.dtypes.accum == dtype && one_in(2);
   p.dtypes.logits = one_in(2) ? dtype : stat;
   p.reduction = FLCE_MEAN;
-  p.save = FLCE_SAVE_GRADS;
-  p.wants.grad_input = p.wants.grad_weight = true;
+  p.save = one_in(2) ? FLCE_SAVE_GRADS : FLCE_SAVE_STATS;
+  p.wants.grad_weight = true;
+  p.wants.grad_input = p.save == FLCE_SAVE_GRADS || !one_in(6);
   p.wants.grad_bias = p.has.bias = one_in(3);
   p.wants.entropy = one_in(6);
   p.wants.predictions = one_in(6);
@@ -146,6 +153,24 @@ static void check_column_sum(const execution* e, const flce_facts* facts, int64_
         (long long)e->problem->shape.vocab, flce_dtype_name(dtype), e->backend->name);
 }
 
+/* The sum of dX, at the end of dW or in the tensor of dX, and the scaled x, which that may hold. */
+static void add_rows(ranges* r, const execution* e, const chunk* block) {
+  const flce_plan* plan = e->plan;
+  bool sums = plan->blocks == FLCE_BLOCKS_IN_DW && e->problem->wants.grad_input;
+  const void* dx = e->tensors->grad_input;
+  int64_t sum = block->rows * plan->hidden * flce_size_of(plan->dx_gemm_dtype);
+  int64_t scaled = x_bytes(e, block, plan->hidden);
+  int64_t dx_bytes = plan->buffers[FLCE_BUF_GRAD_INPUT].bytes;
+  CHECK(sums == (block->dx_rows != NULL), "the sum of dX");
+  CHECK(copies_weight_input(e->problem, plan) == (block->scaled_x != NULL), "the scaled x");
+  bool sum_in_dx = sums && block->dx_rows == dx, x_in_dx = sums && block->scaled_x == dx;
+  CHECK(!(sum_in_dx && x_in_dx) && !((sum_in_dx || x_in_dx) && plan->gathers), "what is in dX");
+  CHECK(!sum_in_dx || sum <= dx_bytes, "dX has no room for its sum");
+  CHECK(!x_in_dx || scaled <= dx_bytes, "dX has no room for the scaled x");
+  if (!sum_in_dx) add(r, "sum of dX", block->dx_rows, sum);
+  if (!x_in_dx) add(r, "scaled_x", block->scaled_x, scaled);
+}
+
 static void check_whole_blocks(const execution* e, const flce_facts* facts) {
   const flce_plan* plan = e->plan;
   if (plan->whole_classes == 0) return;
@@ -160,9 +185,8 @@ static void check_whole_blocks(const execution* e, const flce_facts* facts) {
     add(&r, "dW", e->tensors->grad_weight, (first + block.classes) * flce_dw_class_bytes(plan));
     add_logits(&r, &block);
     CHECK(r.count == 2, "a block without logits");
-    CHECK((copies_weight_input(e->problem, plan)) == (block.scaled_x != NULL), "the scaled x");
     CHECK(copies_logits_input(plan) == (block.copied_x != NULL), "the copy of x");
-    add(&r, "scaled_x", block.scaled_x, x_bytes(e, &block, plan->hidden));
+    add_rows(&r, e, &block);
     add(&r, "copied_x", block.copied_x, x_bytes(e, &block, plan->input_pitch));
     if (plan->fuses_blocks)
       add(&r, "fused_scratch", block.fused_scratch,
@@ -175,6 +199,37 @@ static void check_whole_blocks(const execution* e, const flce_facts* facts) {
         (long long)plan->whole_classes);
 }
 
+/* The chunks of rows after these blocks: dW of the free classes does not reach the sums that are
+ * not finished, and a class more would, or all are free. */
+static void check_free_classes(const execution* e) {
+  const flce_plan* plan = e->plan;
+  const flce_problem* p = e->problem;
+  const char* dx = e->tensors->grad_input;
+  int64_t before = plan->whole_classes, row = flce_dw_class_bytes(plan);
+  int64_t step = max64(plan->block_rows, plan->rows / 20 / plan->block_rows * plan->block_rows);
+  for (int64_t first = 0; first < plan->rows; first += step) {
+    const chunk c = flce_rows_of_blocks(e, first);
+    int64_t free_classes = flce_free_classes(p, plan, first);
+    CHECK(free_classes >= before && free_classes <= p->shape.vocab, "%lld classes are free",
+          (long long)free_classes);
+    before = free_classes;
+    CHECK(p->wants.grad_input == (c.dx_rows != NULL), "the sum of a chunk");
+    bool in_dx = flce_use_of_dx(p, plan, plan->gathers) == FLCE_DX_HAS_SUM;
+    if (in_dx || !p->wants.grad_input) {
+      CHECK(free_classes == p->shape.vocab, "no sum is in dW");
+      CHECK(!in_dx || (const char*)c.dx_rows ==
+                          dx + first * plan->hidden * flce_size_of(plan->grad_input_dtype),
+            "the sum in dX");
+      continue;
+    }
+    with_sum++;
+    int64_t written = free_classes * row, left = (char*)c.dx_rows - (char*)e->tensors->grad_weight;
+    CHECK(written <= left, "dW reaches the sum of row %lld", (long long)first);
+    CHECK(free_classes == p->shape.vocab || written + FLCE_BLOCK_CLASS_STEP * row > left,
+          "a block more of dW would be free");
+  }
+}
+
 static void check_plan(const flce_backend* backend, const flce_problem* p) {
   flce_plan plan;
   flce_facts facts = {0};
@@ -184,16 +239,23 @@ static void check_plan(const flce_backend* backend, const flce_problem* p) {
   if (status != FLCE_OK || !by_blocks(&plan)) return;
   /* Offsets alone are read of it: no byte of this dW is touched. */
   flce_tensors tensors = {.grad_weight = (void*)(intptr_t)(1 << 20),
+                          .grad_input = (void*)(intptr_t)(INT64_C(1) << 59),
                           .workspace = (void*)(intptr_t)(INT64_C(1) << 60)};
   execution e = {.backend = backend,
-                 .pass = FLCE_IN_FORWARD,
+                 .pass = p->save == FLCE_SAVE_GRADS ? FLCE_IN_FORWARD : FLCE_IN_BACKWARD,
                  .problem = p,
                  .plan = &plan,
                  .tensors = &tensors,
                  .stat = flce_stat_dtype(plan.dtype)};
   for (int64_t j = plan.whole_classes; j < p->shape.vocab; j += plan.block_classes)
     check_column_sum(&e, &facts, plan.block_rows, min64(p->shape.vocab - j, plan.block_classes));
-  if (!plan.dx_first) return;
+  if (plan.blocks == FLCE_BLOCKS_IN_DW) {
+    in_dw++;
+    CHECK(plan.whole_classes > 0, "blocks in the memory of dW without one there");
+    check_whole_blocks(&e, &facts);
+    check_free_classes(&e);
+  }
+  if (plan.blocks != FLCE_BLOCKS_DX_FIRST) return;
   dx_first++;
   check_dx_chunk(&e, &facts, 0);
   check_dx_chunk(&e, &facts, (plan.chunks - 1) * plan.chunk_rows);
@@ -242,13 +304,16 @@ int main(void) {
   for (int draws = 0; draws < DRAWS; draws++) {
     flce_problem p = draw();
     char blocks[64];
-    snprintf(blocks, sizeof blocks, "%s%lldx%lld", one_in(2) ? "dx_first:" : "",
+    snprintf(blocks, sizeof blocks, "%s%lldx%lld", one_in(2) ? "in_dw:" : "",
              (long long)size_of(16), (long long)round_up(size_of(14), 64));
     test_set_variable("FLCE_BLOCKS", one_in(2) ? NULL : blocks);
     check_plan(&backends[one_of(0, named)], &p);
   }
   test_set_variable("FLCE_BLOCKS", NULL);
   CHECK(dx_first >= LEAST_DX_FIRST, "%lld plans with dX first", (long long)dx_first);
+  CHECK(in_dw >= LEAST_IN_DW && with_sum >= LEAST_IN_DW,
+        "%lld plans with both gradients in the memory of dW, %lld chunks with a sum there",
+        (long long)in_dw, (long long)with_sum);
   CHECK(with_whole_blocks >= LEAST_WHOLE, "%lld with blocks over all rows",
         (long long)with_whole_blocks);
   return test_verdict();

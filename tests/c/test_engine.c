@@ -1,5 +1,6 @@
 /* The whole path, from plan to gradients, on the CPU backend with a plain GEMM, compared with a
  * definition in double: strategies, options, chunks, wanted gradients, dtypes, refusals. */
+#include "core/dw_memory.h"
 #include "engine_case.h"
 
 #include <stdio.h>
@@ -421,7 +422,7 @@ static void test_refusals(void) {
 /* The same cases with gradients by blocks: of fewer rows and classes than there are, and of more.
  */
 static void test_blocks(void) {
-  static const char* const shapes[] = {"8x64", "9x128", "dx_first:8x64"};
+  static const char* const shapes[] = {"8x64", "9x128", "in_dw:8x64"};
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
@@ -453,16 +454,16 @@ static void test_blocks(void) {
   test_set_variable("FLCE_BLOCKS", NULL);
 }
 
-/* dX first: chunks of dX, one or more blocks over all rows and those after them in the memory of
- * dW, or of a sum of its own where accum_dtype is wider. */
-static void test_dx_first(void) {
+/* In the memory of dW: chunks of dX or its sum, one or more blocks over all rows, and those after
+ * them; or of a sum of dW of its own where accum_dtype is wider. */
+static void test_dw_memory(flce_save save) {
   flce_cpu cpu = test_cpu(1);
   flce_backend b;
   flce_cpu_backend(&cpu, &b);
   for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
     for (int bits = 0; bits < 128; bits++) {
-      test_set_variable("FLCE_BLOCKS", bits & 1 ? "dx_first:2x64" : "dx_first:100x128");
-      setting s = make_setting((flce_dtype)dtype, FLCE_SAVE_GRADS);
+      test_set_variable("FLCE_BLOCKS", bits & 1 ? "in_dw:2x64" : "in_dw:100x128");
+      setting s = make_setting((flce_dtype)dtype, save);
       flce_problem* p = &s.problem;
       p->shape.hidden = bits & 2 ? 136 : 24;
       p->shape.vocab = bits & 2 ? 331 : 140;
@@ -474,12 +475,56 @@ static void test_dx_first(void) {
       p->dtypes.widens_accum = true;
       flce_plan plan;
       CHECK_OK(flce_plan_call(&b, p, &plan));
-      CHECK(plan.dx_first && (plan.whole_classes > 0) == ((bits & 2) != 0),
-            "%d: dx_first %d, %lld whole classes", bits, plan.dx_first,
-            (long long)plan.whole_classes);
+      /* This backend sums a float16 dW in float32, so a backward has a sum of its own. */
+      bool sums_elsewhere = dtype == FLCE_F16 && save == FLCE_SAVE_STATS;
+      bool whole = (bits & 2) && !sums_elsewhere;
+      flce_block_mode expected = save == FLCE_SAVE_GRADS ? FLCE_BLOCKS_DX_FIRST
+                                 : whole                 ? FLCE_BLOCKS_IN_DW
+                                                         : FLCE_BLOCKS_IN_WORKSPACE;
+      CHECK(plan.blocks == expected && (plan.whole_classes > 0) == whole,
+            "%d: blocks %d, %lld whole classes", bits, plan.blocks, (long long)plan.whole_classes);
       test_setting(&s);
     }
   }
+  test_set_variable("FLCE_BLOCKS", NULL);
+}
+
+/* What a backward with save=stats can have and a forward with save=grads cannot: losses of rows,
+ * gradients of lse and entropy; float32 gradients of 16-bit GEMMs, in whose memory dX is summed;
+ * some gradients alone. */
+static void test_upstream_in_dw(void) {
+  int64_t in_dw = 0, again = 0;
+  flce_cpu cpu = test_cpu(1);
+  flce_backend b;
+  flce_cpu_backend(&cpu, &b);
+  for (int dtype = FLCE_F64; dtype <= FLCE_F16; dtype++) {
+    for (int bits = 0; bits < 256; bits++) {
+      test_set_variable("FLCE_BLOCKS", bits & 1 ? "in_dw:7x64" : "in_dw:12x128");
+      setting s = make_setting((flce_dtype)dtype, FLCE_SAVE_STATS);
+      flce_problem* p = &s.problem;
+      p->shape.tokens = p->shape.rows = 37;
+      p->shape.hidden = 72;
+      p->shape.vocab = p->shape.weight_rows = 500;
+      p->reduction = bits & 2 ? FLCE_NONE : FLCE_MEAN;
+      p->wants.entropy = bits & 4;
+      s.upstream = bits & 8;
+      if (bits & 16) p->dtypes.input = flce_stat_dtype(p->dtypes.gemm);
+      if (bits & 32) p->dtypes.weight = p->dtypes.accum = flce_stat_dtype(p->dtypes.gemm);
+      p->wants.grad_bias = bits & 64;
+      p->has.probabilities = bits & 128;
+      if (bits % 7 == 0) p->wants.grad_input = false;
+      if (bits % 5 == 0 && !p->has.probabilities) p->shape.rows = 30;
+      flce_plan plan;
+      CHECK_OK(flce_plan_call(&b, p, &plan));
+      if (plan.blocks == FLCE_BLOCKS_IN_DW) {
+        in_dw++;
+        again += flce_free_classes(p, &plan, plan.rows - 1) < p->shape.vocab;
+      }
+      test_setting(&s);
+    }
+  }
+  CHECK(in_dw > 500 && again > 200, "%lld in the memory of dW, %lld with logits once more",
+        (long long)in_dw, (long long)again);
   test_set_variable("FLCE_BLOCKS", NULL);
 }
 
@@ -501,7 +546,9 @@ int main(void) {
     test_cross_entropy();
   }
   test_blocks();
-  test_dx_first();
+  test_dw_memory(FLCE_SAVE_GRADS);
+  test_dw_memory(FLCE_SAVE_STATS);
+  test_upstream_in_dw();
   test_refusals();
   return test_verdict();
 }

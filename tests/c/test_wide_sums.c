@@ -131,8 +131,8 @@ static void test_chunks_of_a_gpu(void) {
       CHECK_OK(flce_plan_call(&b, &p, &automatic));
       /* With dX first, the forward's chunks are other ones, in the memory of dW. */
       bool same = narrow.chunks == automatic.chunks && narrow.chunk_rows == automatic.chunk_rows;
-      CHECK(same || automatic.dx_first, "%lld tokens: %lld and %lld chunks", (long long)tokens[k],
-            (long long)narrow.chunks, (long long)automatic.chunks);
+      CHECK(same || automatic.blocks == FLCE_BLOCKS_DX_FIRST, "%lld tokens: %lld and %lld chunks",
+            (long long)tokens[k], (long long)narrow.chunks, (long long)automatic.chunks);
       bool blocks = automatic.block_classes > 0;
       int64_t rows = blocks ? automatic.block_rows : automatic.chunk_rows;
       int64_t chunks = (tokens[k] + rows - 1) / rows;

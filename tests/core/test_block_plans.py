@@ -53,6 +53,49 @@ def test_choice(name, sizes, options, expected):
     assert ("gradients by blocks" in plan.text) == expected
 
 
+IN_DW = [
+    ({}, "in_dw"),
+    ({"grad_input": False}, "in_dw"),
+    ({"reduction": "none", "return_lse": True}, "in_dw"),
+    ({"valid_bound": 12000}, "in_dw"),
+    # dW is in a tensor with other contents, is summed in another one, or is not wanted; ranks.
+    ({"accumulate_into": "grad"}, "workspace"),
+    ({"accum_dtype": torch.float32}, "workspace"),
+    ({"grad_weight": False}, "workspace"),
+    ({"ranks": 4}, "workspace"),
+    # dW has no room for the sum of dX; a block of the workspace is large, or a chunk.
+    ({"tokens": 65536}, "workspace"),
+    ({"max_memory": "512MiB"}, "workspace"),
+    ({"max_memory": "1GiB"}, "none"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), IN_DW)
+def test_choice_of_the_memory_of_dw(options, expected):
+    given = {"max_memory": "64MiB", "tokens": HEAD[0], **options}
+    plan = flce.plan(
+        given.pop("tokens"), *HEAD[1:], dtype=BF16, device="h100", save="stats", **given
+    )
+    assert plan.blocks == expected, plan.text
+    assert (plan.whole_classes > 0) == (expected == "in_dw")
+    assert ("dX and dW in the memory of dW" in plan.text) == (expected == "in_dw")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "vocab"), [(8192, 4096, 128256), (6000, 3072, 200064)]
+)
+def test_blocks_in_dw_take_no_more_memory(tokens, hidden, vocab, monkeypatch):
+    """What is over that of blocks in the workspace is within the bound."""
+    for budget in ("16MiB", "64MiB"):
+        options = {"dtype": BF16, "device": "h100", "save": "stats", "max_memory": budget}
+        monkeypatch.delenv("FLCE_BLOCKS", raising=False)
+        plan = flce.plan(tokens, hidden, vocab, **options)
+        monkeypatch.setenv("FLCE_BLOCKS", f"{plan.block_rows}x{plan.block_classes}")
+        workspace = flce.plan(tokens, hidden, vocab, **options)
+        assert (plan.blocks, workspace.blocks) == ("in_dw", "workspace")
+        assert workspace.peak_bytes - plan.peak_bytes == workspace.buffers["dx_rows"]
+
+
 def test_choice_on_the_cpu():
     """Where a chunk of all classes has fewer than about 64 rows."""
     for tokens, budget in itertools.product((128, 4096), (8, 16, 128, 512)):
@@ -148,7 +191,7 @@ def test_drawn_plans(part, monkeypatch):
             allowed = max(allowed, 1.05 * (bytes_of_rows(plan) + min(bound, LEAST_BYTES // 2)))
         assert more <= allowed, f"{where}: {more} bytes more"
         if plan.save == "grads":
-            assert plan.dx_first or plan.block_rows > chunks.chunk_rows, where
+            assert plan.blocks == "dx_first" or plan.block_rows > chunks.chunk_rows, where
             assert chunks.chunks > 1, where
     assert chosen > 100
 
@@ -212,15 +255,19 @@ def step_of(case, save, **knobs):
 
 @pytest.mark.parametrize("save", BY_BLOCKS)
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_planned_gemms_are_the_counted_ones(device, dtype, save, monkeypatch):
-    monkeypatch.setenv("FLCE_BLOCKS", "30x128")
-    case = cases.make_case(100, 16, 300, dtype=dtype, device=device, bias=True)
-    plan = flce.plan(100, 16, 300, dtype=dtype, device=device, save=save, bias=True)
+@pytest.mark.parametrize("where", ["", "in_dw:"])
+def test_planned_gemms_are_the_counted_ones(device, dtype, save, where, monkeypatch):
+    monkeypatch.setenv("FLCE_BLOCKS", f"{where}30x128")
+    case = cases.make_case(100, 64, 1000, dtype=dtype, device=device, bias=True)
+    plan = flce.plan(100, 64, 1000, dtype=dtype, device=device, save=save, bias=True)
     assert (plan.block_rows, plan.block_classes) == (30, 128)
+    sums_elsewhere = dtype == torch.float16 and device == "cpu" and save == "stats"
+    assert (plan.whole_classes > 0) == (where == "in_dw:" and not sums_elsewhere)
     counted = tuple(map(cases.gemms_of, step_of(case, save)))
     assert (plan.forward_gemms, plan.backward_gemms) == counted
     gemms = counted[0] if save == "grads" else counted[1]
-    assert gemms >= 3 * 4 * 3  # of four chunks of rows and three blocks of classes
+    if plan.blocks == "workspace":
+        assert gemms >= 3 * 4 * 8  # of four chunks of rows and eight blocks of classes
 
 
 BUDGETS = {"32KiB": 32 << 10, "128KiB": 128 << 10, "300KiB": 300 << 10}

@@ -21,9 +21,9 @@ from harness.drawn_options import LINEAR, called, linear_case, upstream_of
 
 TOKENS, HIDDEN, VOCAB = 22, 60, 150
 BY_BLOCKS = ("grads", "stats")
-# Of five chunks of rows and three of classes, the last ones smaller. With dX first the first 64
-# classes are a block over all rows, where the call can make dX first.
-SHAPES = ("5x64", "dx_first:5x64")
+# Of five chunks of rows and three of classes, the last ones smaller. In the memory of dW the first
+# 64 classes are a block over all rows, where the call may use that memory.
+SHAPES = ("5x64", "in_dw:5x64")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,11 +49,13 @@ def make(device, dtype=torch.float64, **options):
 def test_the_shapes_are_those_of_their_comment(set_blocks):
     for shape in SHAPES:
         set_blocks(shape)
-        for dtype in cases.DTYPES[:2]:
-            plan = flce.plan(TOKENS, HIDDEN, VOCAB, dtype=dtype, device="cpu", save="grads")
+        for dtype, save in itertools.product(cases.DTYPES[:2], BY_BLOCKS):
+            plan = flce.plan(TOKENS, HIDDEN, VOCAB, dtype=dtype, device="cpu", save=save)
+            in_dw = shape.startswith("in_dw")
             assert (plan.block_rows, plan.block_classes) == (5, 64)
-            assert plan.whole_classes == (64 if plan.dx_first else 0)
-            assert plan.dx_first == shape.startswith("dx_first")
+            assert plan.whole_classes == (64 if in_dw else 0)
+            expected = {"grads": "dx_first", "stats": "in_dw"}[save] if in_dw else "workspace"
+            assert plan.blocks == expected
 
 
 # ---- numbers ----
@@ -70,28 +72,55 @@ def hide_padding(case):
     return case
 
 
+def check_drawn(table, seed, device, shape_of, saves, monkeypatch):
+    """A call of drawn options against float64, and twice with the same bits: NaN in the workspace
+    reaches no result."""
+    pick = random.Random(seed)
+    plan = {name: pick.choice(values) for name, values in table.items()}
+    case, generator = linear_case(plan)
+    case = case.map(lambda tensor: drawn_checks.moved(tensor, device))
+    upstream = drawn_checks.moved(upstream_of(plan, generator), device)
+    adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
+    call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
+    dtype = plan["dtype"] if plan["logits_dtype"] else None
+    yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
+    case = hide_padding(case)
+    for save in saves if plan["reduction"] != "none" else ("stats",):
+        shape, made = shape_of(pick), []
+        monkeypatch.setenv("FLCE_BLOCKS", shape)
+        for poison in "01":
+            monkeypatch.setenv("FLCE_POISON", poison)
+            made.append(called(case, plan, **call, save=save, logits_dtype=dtype))
+        yardstick.check(made[0], f"seed {seed}, {save}, blocks of {shape}")
+        assert cases.same_bits(*made), f"seed {seed}, {save}, blocks of {shape}"
+
+
 @pytest.mark.parametrize("part", range(4))
-def test_drawn_options(device, part, set_blocks, monkeypatch):
-    """Against float64, and twice with the same bits: NaN in the workspace reaches no result."""
+def test_drawn_options(device, part, monkeypatch):
     for seed in range(100 * part, 100 * part + 100):
-        pick = random.Random(seed)
-        plan = {name: pick.choice(values) for name, values in CLASSES.items()}
-        case, generator = linear_case(plan)
-        case = case.map(lambda tensor: drawn_checks.moved(tensor, device))
-        upstream = drawn_checks.moved(upstream_of(plan, generator), device)
-        adapter = cases.LEAVES[3:] if plan["adapter"] and plan["wants"] else ()
-        call = {"wants": (*plan["wants"], *adapter), "upstream": upstream}
-        dtype = plan["dtype"] if plan["logits_dtype"] else None
-        yardstick = cases.Yardstick(case, cancels=True, logits_dtype=dtype, **call)
-        case = hide_padding(case)
-        for save in BY_BLOCKS if plan["reduction"] != "none" else ("stats",):
-            shape, made = shape_of_blocks(pick), []
-            set_blocks(shape)
-            for poison in "01":
-                monkeypatch.setenv("FLCE_POISON", poison)
-                made.append(called(case, plan, **call, save=save, logits_dtype=dtype))
-            yardstick.check(made[0], f"seed {seed}, {save}, blocks of {shape}")
-            assert cases.same_bits(*made), f"seed {seed}, {save}, blocks of {shape}"
+        check_drawn(CLASSES, seed, device, shape_of_blocks, BY_BLOCKS, monkeypatch)
+
+
+# More classes than rows: the memory of dW has room for the sum of dX and blocks over all rows.
+MANY_CLASSES = {**LINEAR, "shape": [(40,), (3, 17)], "vocab": (600, 701, 835), "hidden": (64, 100)}
+MANY_CLASSES |= {"wants": [subset for subset in LINEAR["wants"] if "linear_weight" in subset]}
+
+
+def test_these_sizes_have_blocks_in_dw(set_blocks):
+    """In each dtype, and two of them or more; float16 GEMMs of a CPU are float32."""
+    set_blocks("in_dw:9x128")
+    for dtype in cases.DTYPES[:3]:
+        plan = flce.plan(51, 64, 600, dtype=dtype, device="cpu", save="stats", accum_dtype=dtype)
+        assert plan.blocks == "in_dw" and plan.whole_classes >= 256
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_drawn_options_in_dw(device, part, monkeypatch):
+    def shape_of(pick):
+        return f"in_dw:{pick.choice((7, 9, 16, 60))}x{pick.choice((64, 128, 320))}"
+
+    for seed in range(60 * part, 60 * part + 60):
+        check_drawn(MANY_CLASSES, seed, device, shape_of, ("stats",), monkeypatch)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -52,6 +52,9 @@ def test_the_parts_of_the_peak_are_those_of_the_plan(monkeypatch):
 def test_blocks_and_ranks_are_told():
     blocks = flce.plan(*SIZES, device="h100", max_memory="8MiB")
     assert f"by blocks of {blocks.block_rows:,} rows x {blocks.block_classes:,}" in str(blocks)
+    assert blocks.blocks == "dx_first"
+    whole = f", of the first {blocks.whole_classes:,} classes by larger ones over all rows"
+    assert whole in str(blocks)
     ranks = flce.plan(*SIZES, device="cpu", ranks=8)
     received = sum(one.bytes for one in ranks.collectives.values())
     assert str(ranks).endswith(f"one of 8 ranks: receives {mib(received)} in 3 exchanges")

@@ -17,8 +17,9 @@ DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.flo
 
 
 def shape_of_blocks(pick):
-    """The value of FLCE_BLOCKS, by a random.Random. Calls that cannot make dX first have blocks."""
-    return f"{pick.choice(('', 'dx_first:'))}{pick.choice(ROWS)}x{pick.choice(CLASSES)}"
+    """The value of FLCE_BLOCKS, by a random.Random. Where the memory of dW is not free, or holds no
+    block, all blocks are in the workspace."""
+    return f"{pick.choice(('', 'in_dw:'))}{pick.choice(ROWS)}x{pick.choice(CLASSES)}"
 
 
 def drawn_call(function, seed, ranks=1):
