@@ -202,6 +202,8 @@ typedef struct flce_plan {
    * and what these leave at the end of dW, bytes for each row. The other classes have blocks in the
    * workspace. */
   int64_t whole_classes, whole_row_bytes;
+  /* Output tiles that the GPU computes at a time, if these blocks are sized by them; else 0. */
+  int64_t wave_tiles;
   bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */
   flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
   flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
