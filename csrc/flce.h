@@ -198,10 +198,10 @@ typedef struct flce_plan {
   int64_t backward_chunk_rows, backward_chunks;
   flce_block_mode blocks;
   int64_t block_rows, block_classes; /* of a block in the workspace; 0 without blocks */
-  /* In the memory of dW: the classes of blocks over all rows, by which their dW is written once,
-   * and what these leave at the end of dW, bytes for each row. The other classes have blocks in the
-   * workspace. */
-  int64_t whole_classes, whole_row_bytes;
+  /* In the memory of dW: the first classes, whose blocks are over all rows, so that their dW is
+   * written once. The other classes have blocks in the workspace. */
+  int64_t whole_classes;
+  int64_t whole_row_bytes; /* at the end of dW for each row, of its copies of x and its sum of dX */
   /* Output tiles that the GPU computes at a time, if these blocks are sized by them; else 0. */
   int64_t wave_tiles;
   bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */

@@ -53,7 +53,7 @@ enum {
   FLCE_COUNTED_TOKENS =
       8192, /* order_targets sorts so many without CUB, in 32 KiB of shared memory */
   FLCE_ORDER_ALIGNMENT = 256, /* bytes, of the arrays in the results of the three sorts */
-  FLCE_SEARCHED_TILES = 4096, /* top_classes: at most, whose numbers fit in its shared memory */
+  FLCE_SEARCHED_TILES = 4096, /* top_classes: the most tiles whose maxima fit in shared memory */
 };
 
 static inline int64_t flce_ceil_div(int64_t a, int64_t b) {

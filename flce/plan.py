@@ -30,11 +30,12 @@ class Plan:
     forward, `backward_peak_bytes` what the forward saved, the gradients and the backward's
     workspace, if the graph is not kept. With save="grads", a backward of lse or entropy needs in
     addition the bytes and GEMMs of the backward in a plan with save="stats".
-    `block_rows`, `block_classes`: the blocks by which gradients are made under a small max_memory;
-    0 without. `blocks`, where these are: "none", "workspace" or, in the memory of the weight's
-    gradient until that is written there, "dx_first" (dX by chunks of all classes, then blocks) and
-    "in_dw" (blocks for both gradients): then blocks over all rows make the weight's gradient of the
-    first `whole_classes` classes.
+    `blocks`: how gradients are made by blocks of rows and classes under a small max_memory. "none":
+    by chunks of all classes. "workspace": by blocks of `block_rows` and `block_classes`. The other
+    two use the memory of the weight's gradient until that is written: "dx_first" makes dX by chunks
+    of all classes, then the weight's gradient by blocks; "in_dw" makes both by blocks. There the
+    blocks of the first `whole_classes` classes are over all rows, and `block_rows` and
+    `block_classes` are of those of the other classes. The three numbers are 0 without blocks.
     `sampled_time`: with save="samples" an estimate of the time of the sampled gradients, if every
     row has as many entries as it can, relative to the GEMMs that they replace; else 0.
     `collectives`, with `ranks` > 1: Collectives by name; "input" is of x, "statistics" of the rows,

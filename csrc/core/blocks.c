@@ -21,8 +21,8 @@ enum {
   CLUSTER_ROWS = 256,
   /* LEAST_BYTES: below it max_memory bounds a block's logits alone, not its rows of dX and x.
    * LEAST_LOGITS_BYTES: what a block with the fewest rows may have of logits in addition to these
-   * rows, within max_memory. After a pass for dX (fastest_in_dw) both are half: these blocks
-   * make no dX. */
+   * rows, within max_memory. Both are half for blocks after those in the memory of dW that make
+   * no dX (fastest_in_dw). */
   LEAST_BYTES = 32 << 20,
   LEAST_LOGITS_BYTES = 16 << 20,
   SMALL_ROW_STEP = 8,
@@ -58,15 +58,13 @@ typedef struct block_loop {
   flce_dtype accum_dtype;  /* of the sum of dW over chunks of rows */
   int64_t fewest_rows;     /* of a block; see choose_dw_sum */
   int64_t least_bytes, least_logits_bytes;
-  /* Of a row but for its logits and the small scratch of fused_exp: dX in the stat dtype and copies
-   * of x; the copies alone. */
-  int64_t row_bytes, copies_row_bytes;
-  int64_t z_size; /* bytes of a logit */
-  /* In the memory of dW: the blocks over all rows before those of the loop, of which there are at
-   * least so many, or NULL; bytes of a row of dX's sum there. */
-  const struct whole_blocks* whole;
-  int fewest_whole;
-  int64_t sum_row_bytes;
+  int64_t copies_row_bytes; /* of a row of the copies of x */
+  int64_t row_bytes; /* these and dX in the stat dtype; not logits and fused_exp's small scratch */
+  int64_t z_size;    /* bytes of a logit */
+  /* In the memory of dW the loop has only the classes after those of blocks over all rows. */
+  const struct whole_blocks* whole; /* these blocks; NULL for a loop over all classes */
+  int fewest_whole;                 /* at least so many of them */
+  int64_t sum_row_bytes;            /* of a row of dX's sum in the memory of dW, or 0 */
 } block_loop;
 
 static block_loop loop_of(const flce_problem* problem, const flce_facts* facts,
@@ -163,7 +161,7 @@ static double statistics_effort(const block_loop* loop) {
   return gemm_effort(loop, n, v, h, loop->z_size, false);
 }
 
-/* The blocks over all rows, by their number: the classes of so many, and the time of these. */
+/* classes[k] and effort[k]: the classes of the first k blocks over all rows, and their time. */
 enum { MOST_WHOLE_BLOCKS = 128 };
 typedef struct whole_blocks {
   int number;
@@ -182,7 +180,8 @@ static double again_effort(const block_loop* loop, const block_shape* block) {
   return classes / (double)block->classes * exp_effort(loop, block->rows, block->classes);
 }
 
-/* The time of the loop; sets block->whole_classes, as many as take the least. */
+/* The time of the loop, with the number of blocks over all rows that takes the least; sets
+ * block->whole_classes to their classes. */
 static double loop_effort(const block_loop* loop, block_shape* block) {
   double of_classes =
       (double)ceil_div(loop->problem->shape.rows, block->rows) * block_effort(loop, *block);
@@ -286,7 +285,8 @@ static double fastest_blocks(const block_loop* loop, double least, int64_t chunk
 
 /* ---- in the memory of dW ---- */
 
-/* That of blocks over all rows which leave so many bytes for each row, and their scratch. */
+/* As flce_memory_of_dw, before there is a plan with blocks: these leave row_bytes and their scratch
+ * for each row at the end of dW. */
 static dw_memory memory_of(const block_loop* loop, int64_t row_bytes) {
   const flce_plan* plan = loop->plan;
   int64_t n = loop->problem->shape.rows,
@@ -319,7 +319,8 @@ static void list_whole_blocks(const block_loop* loop, const dw_memory* memory,
     if (classes == 0 || k == MOST_WHOLE_BLOCKS) break;
     effort += exp_effort(loop, n, classes) + dx_effort(loop, n, classes) +
               dw_effort(loop, n, classes, false);
-    /* E of smaller blocks is in the cache. With dX first choose_dx_first counts it. */
+    /* E of blocks in the workspace stays in the cache; that of these, which are larger, does not.
+     * With dX first (save=grads), choose_dx_first counts it. */
     if (loop->plan->strategy == FLCE_SAVE_STATS) effort += writing_effort(loop, classes);
     first += classes;
   }
@@ -327,7 +328,8 @@ static void list_whole_blocks(const block_loop* loop, const dw_memory* memory,
 }
 
 /* Blocks over all rows in the memory of dW and, of the other classes, blocks in the workspace,
- * whose rows have no dX there. Returns the time of all, or INFINITY. */
+ * where their rows have no dX. row_bytes: what each row has at the end of dW, without the scratch.
+ * Returns the time of all blocks, or INFINITY. */
 static double fastest_in_dw(block_loop loop, int64_t row_bytes, const chunk_alternative* chunks,
                             block_shape* block) {
   whole_blocks whole;
@@ -366,7 +368,7 @@ static double choose_in_dw(block_loop loop, const chunk_alternative* chunks, blo
   const flce_plan* plan = loop.plan;
   bool one_chunk = chunks->rows >= problem->shape.rows;
   if (one_chunk || !chunks->dw_is_free || plan->strategy != FLCE_SAVE_STATS) return INFINITY;
-  bool gathers = problem->shape.rows < problem->shape.tokens; /* those of blocks */
+  bool gathers = problem->shape.rows < problem->shape.tokens; /* as choose_gathers with blocks */
   flce_dx_use use = flce_use_of_dx(problem, plan, gathers);
   int64_t row_bytes = loop.copies_row_bytes;
   if (use == FLCE_DX_HAS_SCALED_X) row_bytes -= plan->hidden * flce_size_of(plan->dtype);

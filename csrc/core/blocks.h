@@ -16,12 +16,12 @@ typedef struct block_shape {
 bool flce_may_use_blocks(const flce_problem* problem, const flce_facts* facts,
                          const flce_plan* plan);
 
-/* The loop over chunks of all classes that blocks would replace; whether blocks may use the memory
- * of dW, and with save=grads the pass of dX first, after which blocks make dW alone. */
+/* The loop over chunks of all classes that blocks would replace, and what depends on such chunks in
+ * the loops that use the memory of dW. */
 typedef struct chunk_alternative {
   double effort;        /* its modelled time, under the max_memory of the call */
   bool dw_is_free;      /* the memory of dW may hold logits until dW is written there */
-  double dx_effort;     /* that of logits and dX there; INFINITY without such a pass */
+  double dx_effort;     /* with dX first, the time of logits and dX; INFINITY if not possible */
   int64_t rows;         /* of a chunk */
   int64_t default_rows; /* of a chunk without max_memory */
 } chunk_alternative;

@@ -27,10 +27,11 @@ chunk flce_block_of(const execution* e, const chunk* rows, int64_t first_class);
  * its logits. */
 chunk flce_classes_of(const chunk* c, int64_t first, int64_t classes);
 
-/* In the memory of dW (core/dw_memory.h): with dX first a chunk of dX. The copies of all rows, with
- * FLCE_BLOCKS_IN_DW also the sum of dX; and a block of them from `first_class` on. */
+/* In the memory of dW (core/dw_memory.h). With dX first: a chunk of all classes. */
 chunk flce_chunk_in_dw(const execution* e, int64_t first);
+/* All rows without logits: copies of x, scratch and, with FLCE_BLOCKS_IN_DW, the sum of dX. */
 chunk flce_all_rows_in_dw(const execution* e);
+/* The block over these rows whose classes begin with `first_class`. */
 chunk flce_block_in_dw(const execution* e, const chunk* rows, int64_t first_class);
 
 #endif

@@ -4,8 +4,9 @@
 #include "core/plan_rules.h"
 
 bool flce_dw_is_free(const flce_problem* problem, const flce_plan* plan, flce_dtype accum_dtype) {
-  bool later = plan->strategy == FLCE_SAVE_GRADS || plan->strategy == FLCE_SAVE_STATS;
-  return problem->wants.grad_weight && later && !problem->backward.adds_grad_weight &&
+  /* Those for which engine.c has a loop that uses the memory of dW. */
+  bool has_loop = plan->strategy == FLCE_SAVE_GRADS || plan->strategy == FLCE_SAVE_STATS;
+  return problem->wants.grad_weight && has_loop && !problem->backward.adds_grad_weight &&
          accum_dtype == plan->grad_weight_dtype && plan->hidden == problem->shape.hidden;
 }
 
@@ -41,7 +42,8 @@ int64_t flce_whole_row_bytes(const flce_problem* problem, const flce_facts* fact
   if (copies_weight_input(problem, plan) && use != FLCE_DX_HAS_SCALED_X)
     bytes += plan->hidden * size;
   if (copies_logits_input(plan)) bytes += plan->input_pitch * size;
-  /* flce_whole_scratch_row does not read the bytes of a row, which are computed here. */
+  /* row_buffers is not valid yet, as it is computed from the result of this function;
+   * flce_whole_scratch_row does not read it. */
   dw_memory memory = flce_memory_of_dw(problem, plan);
   if (plan->fuses_blocks) bytes += flce_whole_scratch_row(facts, &memory);
   return bytes;
@@ -81,8 +83,8 @@ int64_t flce_wave_tiles(const flce_facts* facts, const flce_plan* plan) {
   return fits && flce_is_modelled(facts, plan->dtype) ? facts->multiprocessors : 0;
 }
 
-/* The most classes, at most `fit`, with which dW's GEMM has whole waves of tiles but for less than
- * a row of tiles; 0 if a wave is more. */
+/* The most classes, at most `fit`, with which the last wave of dW's GEMM lacks less than a row of
+ * tiles; 0 if not even one wave fits, or waves do not count. */
 static int64_t classes_of_waves(const dw_memory* memory, int64_t fit) {
   if (memory->wave_tiles == 0) return 0;
   int64_t rows_of_tiles = fit / TILE_ROWS;

@@ -1,4 +1,5 @@
-/* What is in the memory of dW until dW is written there (uses_dw_memory).
+/* What is in the memory of dW until dW is written there (uses_dw_memory). In names, `whole` is
+ * short for a block over all rows: it has whole columns of the logits.
  *
  * FLCE_BLOCKS_DX_FIRST, the two passes of engine.c, forward_grads_dx_first:
  *
@@ -17,15 +18,17 @@
  *
  *         | dW of the blocks before | dW of this block | its logits | ... | copies | sum of dX |
  *
- *   rest  of the classes after them, by blocks of a chunk of rows in the workspace. At the end
- *         of the chunk its dX is finished, and its sum leaves. Of the classes whose memory the
- *         chunks before have left (flce_free_classes) the blocks make dW, too:
+ *   dX    of the other classes, by chunks of rows, each by blocks in the workspace. When dX of a
+ *         chunk is finished, dW may be written to the memory of its sum. The blocks of a chunk
+ *         also make dW of those classes whose memory is free when it begins (flce_free_classes):
  *
- *         | dW | dW of the chunks since its memory is free | ... | sum of the chunks to come |
+ *         | dW of all chunks so far | dW of the later of them | ... | sum of dX of the others |
  *
- *   dW    that is missing, of the chunks before, from logits that are computed once more.
+ *   dW    that is missing: of each of these classes, the part of the chunks before its memory was
+ *         free, from logits that are computed once more.
  *
- * The tensor of dX holds the sum, if it has its dtype, or the scaled copy of x (flce_use_of_dx). */
+ * The sum is in the tensor of dX instead, if both have one dtype; else the scaled copy of x is in
+ * that tensor, where it fits (flce_use_of_dx). */
 #ifndef FLCE_DW_MEMORY_H
 #define FLCE_DW_MEMORY_H
 
@@ -48,18 +51,20 @@ bool flce_dw_is_free(const flce_problem* problem, const flce_plan* plan, flce_dt
 /* Bytes that a token's row of the chunks of dX takes there. */
 int64_t flce_dx_row_bytes(const flce_problem* problem, const flce_facts* facts,
                           const flce_plan* plan);
-/* What the tensor of dX holds while blocks over all rows are made, with FLCE_BLOCKS_IN_DW. Nothing
- * if the plan gathers rows, because the dX of those in no chunk is in it (blank_rows). */
+/* What the tensor of dX holds with FLCE_BLOCKS_IN_DW: the sum until dX is finished, or the scaled
+ * copy of x while blocks over all rows are made. Nothing if rows are gathered, because blank_rows
+ * has already written dX of the rows that are left out. `gathers`: that of the plan with these
+ * blocks; while they are chosen, `plan` is still that of chunks. */
 typedef enum flce_dx_use { FLCE_DX_UNUSED, FLCE_DX_HAS_SUM, FLCE_DX_HAS_SCALED_X } flce_dx_use;
 flce_dx_use flce_use_of_dx(const flce_problem* problem, const flce_plan* plan, bool gathers);
 
-/* Bytes of a token's row of the sum of dX over blocks, if that is at the end of dW. */
+/* Bytes of a token's row of the sum of dX over blocks, if that is at the end of dW; else 0. */
 int64_t flce_sum_row_bytes(const flce_problem* problem, const flce_plan* plan, flce_dx_use use);
 /* Bytes that a token's row takes at the end of dW while blocks are made over all rows: copies of x,
  * the scratch of fused_exp and, with FLCE_BLOCKS_IN_DW, the sum of dX. */
 int64_t flce_whole_row_bytes(const flce_problem* problem, const flce_facts* facts,
                              const flce_plan* plan);
-/* Bytes from the start of dW to that sum, which ends with dW. */
+/* Bytes from the start of dW to the sum of dX, which is the last thing in dW. */
 int64_t flce_sum_offset(const flce_problem* problem, const flce_plan* plan);
 /* The end of the classes whose dW may be written when dX of the first `rows` rows is finished: a
  * multiple of FLCE_BLOCK_CLASS_STEP, or all. */
@@ -67,9 +72,9 @@ int64_t flce_free_classes(const flce_problem* problem, const flce_plan* plan, in
 
 /* The memory that blocks over all rows have. */
 typedef struct dw_memory {
-  int64_t classes;      /* of all blocks and of those after them: the vocabulary */
+  int64_t classes;      /* the vocabulary, of which these blocks have the first classes */
   int64_t row;          /* bytes of a row of dW */
-  int64_t row_buffers;  /* bytes of what all rows have at the end: copies of x, the sum of dX */
+  int64_t row_buffers;  /* bytes at the end: rows x whole_row_bytes */
   int64_t logits_class; /* bytes of a class of a block's logits */
   int64_t wave_tiles;   /* plan->wave_tiles */
   int64_t tile_columns; /* output tiles of dW's GEMM over the columns of dW */
@@ -82,8 +87,9 @@ int64_t flce_whole_scratch_row(const flce_facts* facts, const dw_memory* memory)
 dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan);
 /* plan->wave_tiles: where the GEMMs are modelled and dW has whole tiles of DW_TILE_COLUMNS. */
 int64_t flce_wave_tiles(const flce_facts* facts, const flce_plan* plan);
-/* The classes of the block over all rows from class `first` on; 0 if none fits. With wave_tiles, as
- * many as fill whole waves of dW's GEMM, which takes as long for a part of a wave. */
+/* The classes of the block over all rows from class `first` on; 0 if none fits. With wave_tiles,
+ * and if a wave of dW's GEMM fits, as many as fill whole waves: a part of one takes as long as a
+ * whole one. */
 int64_t flce_whole_block_classes(const dw_memory* memory, int64_t first);
 
 #endif

@@ -398,39 +398,40 @@ static flce_status dw_of_range(const execution* e, const chunk* block, int64_t b
   return flce_add_dw_db(e, &part);
 }
 
-/* dX of a chunk's rows, by blocks of the other classes in the workspace, and dW of those of them
- * whose memory has no sum of dX any more. The chunk before has begun dW of those before class
- * `begun`. */
+/* dX of a chunk's rows, by blocks of the other classes in the workspace, and dW of those classes
+ * whose memory has no sum of dX any more (free_classes). The chunks before have written dW of the
+ * first written_classes, to which this one adds; of the others it is the first. */
 static flce_status dx_and_free_dw(const execution* e, const chunk* rows) {
   FLCE_TRY(flce_copy_input(e, rows));
   FLCE_TRY(flce_scale_input(e, rows));
-  int64_t step = e->plan->block_classes, begun = 0;
+  int64_t step = e->plan->block_classes, written_classes = 0;
   int64_t free_classes = flce_free_classes(e->problem, e->plan, rows->first);
   if (rows->first > 0)
-    begun = flce_free_classes(e->problem, e->plan, rows->first - e->plan->block_rows);
+    written_classes = flce_free_classes(e->problem, e->plan, rows->first - e->plan->block_rows);
   for (int64_t first = e->plan->whole_classes; first < rows->classes; first += step) {
     const chunk block = flce_block_of(e, rows, first);
     FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
     FLCE_TRY(flce_dx_gemm(e, &block));
-    FLCE_TRY(dw_of_range(e, &block, 0, begun, true));
-    FLCE_TRY(dw_of_range(e, &block, begun, free_classes, false));
+    FLCE_TRY(dw_of_range(e, &block, 0, written_classes, true));
+    FLCE_TRY(dw_of_range(e, &block, written_classes, free_classes, false));
   }
   return flce_finish_chunk_dx(e, rows);
 }
 
-/* dW that a chunk's rows lack: of the classes whose memory was not free then. Of those before class
- * `begun` others have made theirs. */
-static flce_status dw_of_other_classes(const execution* e, const chunk* rows, int64_t begun) {
-  int64_t step = e->plan->block_classes, all = rows->classes;
+/* A chunk's part of dW of the classes whose memory was not free in its dx_and_free_dw. It is added
+ * to dW of the first written_classes; of the others this chunk is the first. */
+static flce_status dw_of_other_classes(const execution* e, const chunk* rows,
+                                       int64_t written_classes) {
+  int64_t step = e->plan->block_classes, vocab = rows->classes;
   int64_t begin = flce_free_classes(e->problem, e->plan, rows->first);
-  if (begin == all) return FLCE_OK;
+  if (begin == vocab) return FLCE_OK;
   FLCE_TRY(flce_copy_input(e, rows));
   FLCE_TRY(flce_scale_input(e, rows));
-  for (int64_t first = begin; first < all; first += step) {
+  for (int64_t first = begin; first < vocab; first += step) {
     const chunk block = flce_block_of(e, rows, first);
     FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
-    FLCE_TRY(dw_of_range(e, &block, 0, begun, true));
-    FLCE_TRY(dw_of_range(e, &block, begun, all, false));
+    FLCE_TRY(dw_of_range(e, &block, 0, written_classes, true));
+    FLCE_TRY(dw_of_range(e, &block, written_classes, vocab, false));
   }
   return FLCE_OK;
 }
@@ -444,14 +445,15 @@ static flce_status backward_stats_in_dw(execution* e) {
   FLCE_TRY(flce_upstream_coefficients(e, &all));
   FLCE_TRY(gradients_of_whole_blocks(e));
   int64_t step = e->plan->block_rows, last = (all.rows - 1) / step * step;
-  int64_t begun = flce_free_classes(e->problem, e->plan, last);
+  /* By dx_and_free_dw of all chunks. The first chunk of the second loop writes the others. */
+  int64_t written_classes = flce_free_classes(e->problem, e->plan, last);
   for (int64_t first = 0; first < all.rows; first += step) {
     const chunk c = flce_rows_of_blocks(e, first);
     FLCE_TRY(dx_and_free_dw(e, &c));
   }
   for (int64_t first = 0; first < all.rows; first += step) {
     const chunk c = flce_rows_of_blocks(e, first);
-    FLCE_TRY(dw_of_other_classes(e, &c, first > 0 ? c.classes : begun));
+    FLCE_TRY(dw_of_other_classes(e, &c, first > 0 ? c.classes : written_classes));
   }
   FLCE_TRY(flce_order_targets(e));
   return flce_finish_gradients(e);

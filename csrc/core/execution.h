@@ -150,9 +150,10 @@ typedef struct chunk {
   int64_t first_class, classes;
   const int64_t* index; /* their tokens; NULL: computed row i is token i */
   void* copied_x;       /* the A operand of the logits GEMM, if x itself cannot be it, or NULL */
-  void* scaled_x;       /* FLCE_BUF_SCALED_X: the B operand of dW's GEMM, or NULL if x itself is */
-  void* dx_rows;        /* FLCE_BUF_DX_ROWS: the result of dX's GEMM, or NULL if it goes to dX */
-  void* fused_scratch;  /* FLCE_BUF_FUSED, or NULL */
+  /* These three are buffers of the workspace, or in the memory of dW or dX (core/dw_memory.h). */
+  void* scaled_x;      /* the B operand of dW's GEMM, or NULL if x itself is */
+  void* dx_rows;       /* the result of dX's GEMM, or NULL if that goes to dX */
+  void* fused_scratch; /* of fused_logits or fused_exp, or NULL */
   /* Logits: the result of the logits GEMM. In a backward with save=logits what is saved of it: z,
    * or E if the plan saves_exp. */
   chunk_matrix z;

@@ -12,7 +12,8 @@
 #include <string.h>
 
 /* FLCE_BLOCKS, for measurements and tests: the shape of a block, "0" for none, or "in_dw:" and the
- * shape of those that are not in the memory of dW. */
+ * shape of those that are not in the memory of dW: FLCE_BLOCKS_DX_FIRST with save=grads,
+ * FLCE_BLOCKS_IN_DW with save=stats, where the call can use that memory. */
 static flce_status read_blocks(flce_facts* facts) {
   const char* text = flce_variable_text(FLCE_VARIABLE_BLOCKS);
   if (!text) return FLCE_OK;

@@ -19,22 +19,22 @@ struct CopyStream {
 static CopyStream g_streams[kMaxDevices][FLCE_COLLECTIVES];
 static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER; /* guards g_streams */
 
-static flce_status create_stream(CopyStream* made) {
+static flce_status create_stream(CopyStream* copies) {
   int least, greatest;
   FLCE_TRY(check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "peers"));
-  FLCE_TRY(check_cuda(cudaStreamCreateWithPriority(&made->stream, cudaStreamNonBlocking, greatest),
-                      "peers"));
-  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&made->begin, cudaEventDisableTiming), "peers"));
-  return check_cuda(cudaEventCreateWithFlags(&made->end, cudaEventDisableTiming), "peers");
+  FLCE_TRY(check_cuda(
+      cudaStreamCreateWithPriority(&copies->stream, cudaStreamNonBlocking, greatest), "peers"));
+  FLCE_TRY(check_cuda(cudaEventCreateWithFlags(&copies->begin, cudaEventDisableTiming), "peers"));
+  return check_cuda(cudaEventCreateWithFlags(&copies->end, cudaEventDisableTiming), "peers");
 }
 
-static flce_status copy_stream(const flce_cuda* cuda, flce_collective_id id, CopyStream* found) {
+static flce_status copy_stream(const flce_cuda* cuda, flce_collective_id id, CopyStream* result) {
   FLCE_TRY(check_device(cuda->device));
   CopyStream* copies = &g_streams[cuda->device][id];
   pthread_mutex_lock(&g_lock);
   flce_status status = FLCE_OK;
-  if (!copies->end) status = create_stream(copies);
-  *found = *copies;
+  if (!copies->end) status = create_stream(copies); /* `end` is the last that it creates */
+  *result = *copies;
   pthread_mutex_unlock(&g_lock);
   return status;
 }
@@ -74,7 +74,9 @@ static flce_status take_flag(cudaStream_t stream, CUdeviceptr flag) {
   return flce_fail(FLCE_DEVICE_ERROR, "cuStreamWaitValue32: driver error %d", (int)status);
 }
 
-/* Queues the copies of a collective on the copy stream. */
+/* Queues the copies of a collective on the copy stream. This rank tells all peers that its data are
+ * written before it waits for theirs, and waits for the peers' copies after its own: so no ranks
+ * wait for each other in a circle. */
 static flce_status queue_copies(const CopyStream& copies, const flce_cuda* cuda,
                                 const flce_peers* peers, void* recv, int64_t offset,
                                 int64_t bytes) {
@@ -85,7 +87,7 @@ static flce_status queue_copies(const CopyStream& copies, const flce_cuda* cuda,
     const int peer = (rank + step) % ranks;
     FLCE_TRY(set_flag(copies.stream, flag_at(peers, peer, kWritten, rank), 1));
   }
-  for (int step = 1; step < ranks; step++) { /* every rank begins with another one */
+  for (int step = 1; step < ranks; step++) { /* no two ranks begin with the same peer */
     const int peer = (rank + step) % ranks;
     FLCE_TRY(take_flag(copies.stream, flag_at(peers, rank, kWritten, peer)));
     const char* from = (const char*)peers->data[peer] + offset;
@@ -107,7 +109,7 @@ extern "C" FLCE_EXPORT flce_status flce_cuda_peers_begin(const flce_cuda* cuda,
   CopyStream copies;
   FLCE_TRY(copy_stream(cuda, id, &copies));
   const flce_status status = queue_copies(copies, cuda, peers, recv, offset, bytes);
-  /* After a failure too: a wait must not be for the copies of the collective before. */
+  /* After a failure too: the next wait would otherwise be for the collective before alone. */
   const cudaError_t recorded = cudaEventRecord(copies.end, copies.stream);
   if (status == FLCE_OK) return check_cuda(recorded, "peers");
   cudaGetLastError(); /* as check_cuda, which would replace the message of the failure */

@@ -309,11 +309,11 @@ static void test_waves(void) {
     CHECK(classes <= fit && classes % 64 == 0, "%lld of %lld", (long long)classes, (long long)fit);
     if (waves == 0) continue;
     filled++;
-    int64_t made = classes / TILE_ROWS, begun = ceil_div(made * tiles, wave);
-    CHECK(begun >= waves && begun <= waves + 1, "%lld waves of %lld", (long long)begun,
-          (long long)waves);
-    CHECK((made + 1) * tiles > begun * wave, "%lld rows of %lld tiles, waves of %lld",
-          (long long)made, (long long)tiles, (long long)wave);
+    int64_t tile_rows = classes / TILE_ROWS, used_waves = ceil_div(tile_rows * tiles, wave);
+    CHECK(used_waves >= waves && used_waves <= waves + 1, "%lld waves of %lld",
+          (long long)used_waves, (long long)waves);
+    CHECK((tile_rows + 1) * tiles > used_waves * wave, "%lld rows of %lld tiles, waves of %lld",
+          (long long)tile_rows, (long long)tiles, (long long)wave);
   }
   CHECK(filled > 300, "%lld blocks with a wave", (long long)filled);
 }

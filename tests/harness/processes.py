@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 # Seconds after which a hang ends, in a collective and in a case: no case is expected to take nearly
 # as long, however busy the machine is. Once a rank has failed the others have AFTER_FAILURE.
 IN_COLLECTIVE, IN_CASE, AFTER_FAILURE = 600, 1800, 30
-# If this process has imported the package. The last ones are of examples/finetune_hf.py, too: a
-# process has one process that forks.
+# Modules that the process from which all are forked imports, of the packages that this process has
+# imported. The last ones are for examples/finetune_hf.py too: there is one such process in a run.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
 PRELOADED += ["peft", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 _numbers = itertools.count()  # of the cases: their groups' prefixes in the store
@@ -47,7 +47,8 @@ def on_ranks(ranks, fresh=False):
 
 def run_on_ranks(ranks, function, /, *, fresh=False, backend="gloo", variables=(), **arguments):
     """Runs function(**arguments), of a module's top level, in a group of `ranks` processes, and
-    fails as it does. `variables`: of the environment, which the group's threads may read."""
+    fails as it does. `variables` of the environment are set before the group is made, whose
+    threads may read them."""
     if not dist.is_available():
         pytest.skip("torch without torch.distributed")
     processes = Processes() if fresh else _shared()
@@ -147,8 +148,8 @@ def serve(rank, port, connection):
 
 @contextlib.contextmanager
 def environment(variables):
-    """Sets variables of the environment, and in the end those that differ from before. No other one
-    is written, as mock.patch.dict would: NCCL's threads may read the environment meanwhile."""
+    """Sets variables of the environment, and in the end restores those that differ from before. It
+    writes no others, while mock.patch.dict would write all: NCCL's threads may read them."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -8,7 +8,7 @@
 
 enum { kRanks = 6 };
 
-static int g_call, g_fails_at = -1; /* of the calls of one begin */
+static int g_call, g_fails_at = -1; /* of the calls in a begin: the next, and which fails */
 /* Operations on the copy stream, and how many of them the caller's stream waits for. */
 static int g_queued, g_waited;
 static int g_events;       /* how many have been created */
@@ -23,7 +23,7 @@ static bool fails() {
   return g_call++ == g_fails_at;
 }
 
-/* The result of a call that queues an operation on a stream. */
+/* A call that queues an operation on a stream; whether it works. */
 static bool queue(const void* stream) {
   if (fails()) return false;
   g_queued += is_copy_stream(stream);
@@ -67,8 +67,8 @@ cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStre
 }
 }
 
-/* A collective of which call `fails_at` fails: whether its begin has failed. */
-static bool fails_at(int call) {
+/* Runs a collective of which the runtime's call number `call` fails; whether its begin failed. */
+static bool begin_fails(int call) {
   static char memory[kRanks][64];
   flce_peers peers = {};
   peers.ranks = kRanks;
@@ -86,7 +86,7 @@ static bool fails_at(int call) {
 int main() {
   int calls = 0;
   for (bool failed = true; failed; calls += failed) {
-    failed = fails_at(calls);
+    failed = begin_fails(calls);
     if (g_waited != g_queued) {
       printf("call %d fails: the wait is for %d of %d operations\n", calls, g_waited, g_queued);
       return 1;

@@ -1,10 +1,10 @@
 /* top_classes: the classes of each row with the largest logits, a block for each row.
  *
  * The columns are divided into groups, whose maxima a pass over the row makes or the fused logits
- * GEMM has written. The count-th largest of them is a threshold that at least `count` columns reach
+ * GEMM has written. The count-th largest maximum is a threshold that at least `count` columns reach
  * and, unless many are nearly equal, few more. They are in the groups whose maximum reaches it, and
- * only these groups are read. The block sorts what they hold. Where that is too much, the threshold
- * is raised by bisection, with a pass for each bit. */
+ * only these groups are read. The block sorts the columns that reach the threshold. Where they are
+ * too many, the threshold is raised by bisection, with a pass over the row for each bit. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/fused/architectures.cuh"
@@ -18,22 +18,22 @@ enum {
    * search, collect and sort. */
   kTopThreads = 256,
   kTopBlocks = 4,
-  kGroups = 16 * kTopThreads, /* at most; twice the candidates for topk = 1024 fit */
+  kGroups = 16 * kTopThreads, /* at most; more than unit_groups wants for the largest topk */
   kCapacity = 2048,           /* candidates that are sorted; a power of two */
 };
 static_assert(FLCE_CANDIDATES(FLCE_MOST_TOPK) <= kCapacity, "the candidates fit");
 static_assert(FLCE_SEARCHED_TILES <= kGroups, "the tiles' maxima fit");
 
 /* A row's values and how they become keys, which ascend with l. EXP: the values are E, at least 0;
- * the target's column, where E is 0, is a candidate apart. */
+ * the target's column, where E is 0, is added as a candidate by its own key. */
 template <typename T, bool EXP>
 struct KeyedRow {
   const T* values;
   const void* bias; /* stat dtype, or NULL */
   int vocab;
-  bool falls; /* l falls where the value rises */
-  int target; /* EXP: its column, and the key of its E */
-  uint32_t target_key;
+  bool falls;          /* l falls where the value rises */
+  int target;          /* EXP: its column */
+  uint32_t target_key; /* EXP: of its E, which `values` do not have */
 };
 
 /* Ascends with the float; NaN is above all others or, with its sign set, below. */
@@ -166,8 +166,8 @@ struct TileGroups {
   }
 };
 
-/* The largest key that at least `count` keys reach. The keys of E in bfloat16 are multiples of
- * 2^16. */
+/* The largest threshold that at least `count` keys reach; count_from(t): how many reach t. The keys
+ * of E in bfloat16 are multiples of 2^16, so their lower bits are not searched. */
 template <typename T, bool EXP, typename Count>
 __device__ __forceinline__ uint32_t bisect(int count, Count count_from) {
   constexpr int kLowest = EXP && std::is_same<T, __nv_bfloat16>::value ? 16 : 0;
@@ -179,7 +179,7 @@ __device__ __forceinline__ uint32_t bisect(int count, Count count_from) {
   return threshold;
 }
 
-/* The sum over the block of a number of each thread. */
+/* The sum of `own` over the block's threads. */
 __device__ __forceinline__ int block_count(int own, int* scratch) {
   own = __reduce_add_sync(0xffffffffu, own);
   if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = own;
@@ -203,8 +203,8 @@ struct TopMemory {
   int listed, found;
 };
 
-/* A key that at least `count` columns reach: the count-th largest of the maxima of the groups,
- * which are then in memory. 0 where fewer groups have a column. */
+/* A key that at least `count` columns reach: the count-th largest of the groups' maxima, which it
+ * writes to memory.groups. 0 where fewer groups have a column. */
 template <typename T, bool EXP, typename Groups>
 __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, int count,
                                                  const Groups& groups, TopMemory& memory) {
@@ -217,8 +217,8 @@ __device__ __forceinline__ uint32_t threshold_of(const KeyedRow<T, EXP>& row, in
   });
 }
 
-/* Collects the columns of at least `threshold`; returns how many there are, of which kCapacity are
- * in memory. */
+/* Collects the columns that reach `threshold`; returns how many there are, of which at most
+ * kCapacity are in memory.candidates. */
 template <typename T, bool EXP, typename Groups>
 __device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t threshold,
                                        const Groups& groups, TopMemory& memory) {
@@ -245,8 +245,8 @@ __device__ __forceinline__ int collect(const KeyedRow<T, EXP>& row, uint32_t thr
   return memory.found;
 }
 
-/* The same with the largest threshold, and of the columns that equal it only the lowest, so that
- * `count` are collected. */
+/* The same with the largest threshold that `count` columns reach, and of those that equal it only
+ * the lowest, so that `count` are collected. */
 template <typename T, bool EXP, typename Groups>
 __device__ __forceinline__ void collect_exactly(const KeyedRow<T, EXP>& row, int count,
                                                 const Groups& groups, TopMemory& memory) {
@@ -345,10 +345,10 @@ __global__ void __launch_bounds__(kTopThreads, kTopBlocks)
     ids[k] = r.classes.first + (uint32_t)~(uint32_t)memory.candidates[k];
 }
 
-/* Twice the classes that are wanted, so that their threshold is below few other columns. */
+/* At least twice the classes that are wanted, so that few other columns reach the threshold. */
 static int unit_groups(const flce_rows* r) {
-  const int64_t most = ceil_div(2 * r->classes.count, kTopThreads);
-  return (int)min_of(kGroups, most * kTopThreads);
+  const int64_t groups_of_thread = ceil_div(2 * r->classes.count, kTopThreads);
+  return (int)min_of(kGroups, groups_of_thread * kTopThreads);
 }
 
 template <typename T, bool EXP, typename Groups>
