@@ -7,8 +7,8 @@
  * too many, the threshold is raised by bisection, with a pass over the row for each bit. */
 #include "cuda/backend.cuh"
 #include "cuda/common/pdl.cuh"
-#include "cuda/fused/architectures.cuh"
 #include "cuda/rows/row_launch.cuh"
+#include "cuda/rows/top_rows.cuh"
 
 #include <cub/block/block_scan.cuh>
 #include <type_traits>
@@ -352,31 +352,20 @@ static int unit_groups(const flce_rows* r) {
 }
 
 template <typename T, bool EXP, typename Groups>
-static flce_status launch_top_classes(void* self, const flce_rows* r, const Groups& groups) {
+static flce_status launch(void* self, const flce_rows* r, const Groups& groups) {
   return launch_dependent(self, top_classes<T, EXP, Groups>, (unsigned)r->rows, kTopThreads,
                           "top_classes", *r, groups);
 }
 
-/* From E of the fused logits GEMM. */
-static flce_status top_classes_of_exp(void* self, const flce_rows* r, void* scratch) {
-  using T = __nv_bfloat16;
-  if (r->out_dtype != FLCE_BF16) return no_row_kernel(r, "top_classes of exp rows");
-  const architecture_kernels* kernels;
-  FLCE_TRY(find_kernels(((const flce_cuda*)self)->device, &kernels));
-  const flce_logits_gemm_sizes* sizes = &kernels->row->logits;
-  const float* tops = fused_scratch_of(scratch, sizes, r).exp_tops;
-  if (!tops) return launch_top_classes<T, true>(self, r, UnitGroups<T, true>{unit_groups(r)});
-  const TileGroups tiles = {(int)tiles_of(sizes, r->vocab), (int)sizes->tile_columns, tops,
-                            (int)r->rows};
-  return launch_top_classes<T, true>(self, r, tiles);
+flce_status launch_top_classes(void* self, const flce_rows* r) {
+  FLCE_WITH_TYPE(r->z_dtype, T,
+                 { FLCE_TRY((launch<T, false>(self, r, UnitGroups<T, false>{unit_groups(r)}))); });
+  return FLCE_OK;
 }
 
-flce_status cuda_top_classes(void* self, const flce_rows* r, void* fused_scratch) {
-  if (r->rows == 0 || r->vocab == 0) return FLCE_OK;
-  FLCE_TRY(check_rows(r, "top_classes"));
-  if (fused_scratch) return top_classes_of_exp(self, r, fused_scratch);
-  FLCE_WITH_TYPE(r->z_dtype, T, {
-    FLCE_TRY((launch_top_classes<T, false>(self, r, UnitGroups<T, false>{unit_groups(r)})));
-  });
-  return FLCE_OK;
+flce_status launch_top_classes_of_exp(void* self, const flce_rows* r, const ExpTops& tops) {
+  using T = __nv_bfloat16;
+  if (r->out_dtype != FLCE_BF16) return no_row_kernel(r, "top_classes of exp rows");
+  if (!tops.values) return launch<T, true>(self, r, UnitGroups<T, true>{unit_groups(r)});
+  return launch<T, true>(self, r, TileGroups{tops.tiles, tops.columns, tops.values, (int)r->rows});
 }
