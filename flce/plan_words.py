@@ -48,11 +48,17 @@ def _loop(plan: Plan) -> str:
         rows += f", in the backward in {plan.backward_chunks} of up to "
         rows += f"{plan.backward_chunk_rows:,}"
     if plan.block_classes:
-        block = f"{plan.block_rows:,} rows x {plan.block_classes:,} classes"
-        rows += f"\ngradients by blocks of {block}"
-        if plan.whole_classes:
-            rows += f", of the first {plan.whole_classes:,} classes by larger ones over all rows"
+        rows += f"\n{_blocks(plan)}"
     return rows
+
+
+def _blocks(plan: Plan) -> str:
+    made = "weight's gradient" if plan.blocks == "dx_first" else "gradients"
+    block = f"blocks of {plan.block_rows:,} rows x {plan.block_classes:,} classes"
+    if plan.whole_classes == 0:
+        return f"{made} by {block}"
+    first = f"the first {plan.whole_classes:,} classes"
+    return f"{made} by blocks over all rows for {first}, by {block} for the others"
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -53,7 +53,7 @@ def test_blocks_and_ranks_are_told():
     blocks = flce.plan(*SIZES, device="h100", max_memory="8MiB")
     assert f"by blocks of {blocks.block_rows:,} rows x {blocks.block_classes:,}" in str(blocks)
     assert blocks.blocks == "dx_first"
-    whole = f", of the first {blocks.whole_classes:,} classes by larger ones over all rows"
+    whole = f"gradient by blocks over all rows for the first {blocks.whole_classes:,} classes, by"
     assert whole in str(blocks)
     ranks = flce.plan(*SIZES, device="cpu", ranks=8)
     received = sum(one.bytes for one in ranks.collectives.values())
