@@ -202,18 +202,16 @@ typedef struct flce_plan {
    * written once. The other classes have blocks in the workspace. */
   int64_t whole_classes;
   int64_t whole_row_bytes; /* at the end of dW for each row, of its copies of x and its sum of dX */
-  /* Output tiles that the GPU computes at a time, if these blocks are sized by them; else 0. */
-  int64_t wave_tiles;
-  bool fuses_blocks;      /* fused_exp makes E of a block; its logits are in no memory */
-  flce_dtype z_dtype;     /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
-  flce_dtype saved_dtype; /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
-  bool gemm_adds_bias;    /* the logits GEMM or fused_logits adds b; the row passes do not */
-  bool saves_exp;         /* save=logits: FLCE_BUF_SAVED holds E, else z */
-  bool dz_in_saved;       /* the backward overwrites FLCE_BUF_SAVED with dz */
-  bool z_in_saved;        /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
-  bool keeps_statistics;  /* stats and scalars are read after the forward */
-  bool finds_classes;     /* the forward reads its logits or E to find each row's largest */
-  bool sums_tail;         /* the forward reads its logits to sum those of each row's tail */
+  bool fuses_blocks;       /* fused_exp makes E of a block; its logits are in no memory */
+  flce_dtype z_dtype;      /* of FLCE_BUF_LOGITS when the logits GEMM writes it */
+  flce_dtype saved_dtype;  /* of FLCE_BUF_SAVED: dtype for E, z_dtype for z */
+  bool gemm_adds_bias;     /* the logits GEMM or fused_logits adds b; the row passes do not */
+  bool saves_exp;          /* save=logits: FLCE_BUF_SAVED holds E, else z */
+  bool dz_in_saved;        /* the backward overwrites FLCE_BUF_SAVED with dz */
+  bool z_in_saved;         /* the logits GEMM writes to FLCE_BUF_SAVED, not to FLCE_BUF_LOGITS */
+  bool keeps_statistics;   /* stats and scalars are read after the forward */
+  bool finds_classes;      /* the forward reads its logits or E to find each row's largest */
+  bool sums_tail;          /* the forward reads its logits to sum those of each row's tail */
   /* A sampled divergence: the forward draws each row's list from its dz and gathers the gradients
    * by the lists; save=grads. */
   bool draws_from_dz;

@@ -293,9 +293,7 @@ static dw_memory memory_of(const block_loop* loop, int64_t row_bytes) {
           size = loop->fuses ? flce_size_of(plan->dtype) : loop->z_size;
   dw_memory memory = {.classes = loop->problem->shape.vocab,
                       .row = flce_dw_class_bytes(plan),
-                      .logits_class = n * size,
-                      .wave_tiles = flce_wave_tiles(loop->facts, plan),
-                      .tile_columns = plan->weight_hidden / DW_TILE_COLUMNS};
+                      .logits_class = n * size};
   int64_t scratch = loop->fuses ? flce_whole_scratch_row(loop->facts, &memory) : 0;
   memory.row_buffers = n * (row_bytes + scratch);
   return memory;

@@ -73,28 +73,11 @@ dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan) 
   return (dw_memory){.classes = problem->shape.vocab,
                      .row = flce_dw_class_bytes(plan),
                      .row_buffers = problem->shape.rows * plan->whole_row_bytes,
-                     .logits_class = problem->shape.rows * flce_size_of(block_dtype(plan)),
-                     .wave_tiles = plan->wave_tiles,
-                     .tile_columns = plan->weight_hidden / DW_TILE_COLUMNS};
-}
-
-int64_t flce_wave_tiles(const flce_facts* facts, const flce_plan* plan) {
-  bool fits = plan->weight_hidden >= DW_TILE_COLUMNS && plan->weight_hidden % DW_TILE_COLUMNS == 0;
-  return fits && flce_is_modelled(facts, plan->dtype) ? facts->multiprocessors : 0;
-}
-
-/* The most classes, at most `fit`, with which the last wave of dW's GEMM lacks less than a row of
- * tiles; 0 if not even one wave fits, or waves do not count. */
-static int64_t classes_of_waves(const dw_memory* memory, int64_t fit) {
-  if (memory->wave_tiles == 0) return 0;
-  int64_t rows_of_tiles = fit / TILE_ROWS;
-  int64_t waves = ((rows_of_tiles + 1) * memory->tile_columns - 1) / memory->wave_tiles;
-  return waves * memory->wave_tiles / memory->tile_columns * TILE_ROWS;
+                     .logits_class = problem->shape.rows * flce_size_of(block_dtype(plan))};
 }
 
 int64_t flce_whole_block_classes(const dw_memory* memory, int64_t first) {
   int64_t left = (memory->classes - first) * memory->row - memory->row_buffers - FLCE_DW_PADDING;
   int64_t fit = max64(left, 0) / (memory->row + memory->logits_class);
-  int64_t of_waves = classes_of_waves(memory, fit);
-  return of_waves > 0 ? of_waves : fit / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
+  return fit / FLCE_BLOCK_CLASS_STEP * FLCE_BLOCK_CLASS_STEP;
 }

@@ -34,9 +34,6 @@
 
 #include "core/chunks.h"
 
-/* Of an output tile of dW's GEMM, TILE_ROWS classes high: the largest of chunks.c. */
-enum { DW_TILE_COLUMNS = 256 };
-
 /* Bytes: the alignment of each matrix there; and what aligning all of them takes at most. */
 enum { FLCE_DW_ALIGNMENT = 256, FLCE_DW_PADDING = 8 * FLCE_DW_ALIGNMENT };
 
@@ -76,8 +73,6 @@ typedef struct dw_memory {
   int64_t row;          /* bytes of a row of dW */
   int64_t row_buffers;  /* bytes at the end: rows x whole_row_bytes */
   int64_t logits_class; /* bytes of a class of a block's logits */
-  int64_t wave_tiles;   /* plan->wave_tiles */
-  int64_t tile_columns; /* output tiles of dW's GEMM over the columns of dW */
 } dw_memory;
 
 /* Bytes of fused_exp's scratch for each token's row, for the largest block that `memory` can hold.
@@ -85,11 +80,7 @@ typedef struct dw_memory {
 int64_t flce_whole_scratch_row(const flce_facts* facts, const dw_memory* memory);
 
 dw_memory flce_memory_of_dw(const flce_problem* problem, const flce_plan* plan);
-/* plan->wave_tiles: where the GEMMs are modelled and dW has whole tiles of DW_TILE_COLUMNS. */
-int64_t flce_wave_tiles(const flce_facts* facts, const flce_plan* plan);
-/* The classes of the block over all rows from class `first` on; 0 if none fits. With wave_tiles,
- * and if a wave of dW's GEMM fits, as many as fill whole waves: a part of one takes as long as a
- * whole one. */
+/* The classes of the block over all rows from class `first` on; 0 if none fits. */
 int64_t flce_whole_block_classes(const dw_memory* memory, int64_t first);
 
 #endif

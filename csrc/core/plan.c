@@ -473,7 +473,6 @@ static void choose_input_copies(const flce_problem* problem, flce_plan* plan) {
 static void choose_whole_classes(const flce_problem* problem, const flce_facts* facts, int64_t end,
                                  flce_plan* plan) {
   plan->whole_row_bytes = flce_whole_row_bytes(problem, facts, plan);
-  plan->wave_tiles = flce_wave_tiles(facts, plan);
   dw_memory memory = flce_memory_of_dw(problem, plan);
   int64_t first = 0, classes = 0;
   do {

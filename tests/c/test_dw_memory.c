@@ -288,36 +288,6 @@ static void test_scratch_of_blocks(void) {
   }
 }
 
-/* A block over all rows with wave_tiles: another row of tiles would begin another wave of dW's GEMM
- * or not fit; without them: another step of classes would not fit. */
-static void test_waves(void) {
-  int64_t filled = 0;
-  for (int draws = 0; draws < 2000; draws++) {
-    dw_memory memory = {.classes = one_of(1, 300000),
-                        .row = 512 * one_of(1, 32),
-                        .row_buffers = one_of(0, 1 << 28),
-                        .logits_class = one_of(64, 65536),
-                        .wave_tiles = one_in(3) ? 0 : one_of(8, 160)};
-    memory.tile_columns = memory.row / 512;
-    int64_t first = one_of(0, memory.classes), classes = flce_whole_block_classes(&memory, first);
-    int64_t left = (memory.classes - first) * memory.row - memory.row_buffers - FLCE_DW_PADDING;
-    int64_t fit = max64(left, 0) / (memory.row + memory.logits_class);
-    int64_t rows = fit / TILE_ROWS, tiles = memory.tile_columns, wave = memory.wave_tiles;
-    int64_t waves = wave > 0 ? rows * tiles / wave : 0; /* at least so many are full */
-    if (wave == 0)
-      CHECK(classes == fit / 64 * 64, "%lld of %lld classes", (long long)classes, (long long)fit);
-    CHECK(classes <= fit && classes % 64 == 0, "%lld of %lld", (long long)classes, (long long)fit);
-    if (waves == 0) continue;
-    filled++;
-    int64_t tile_rows = classes / TILE_ROWS, used_waves = ceil_div(tile_rows * tiles, wave);
-    CHECK(used_waves >= waves && used_waves <= waves + 1, "%lld waves of %lld",
-          (long long)used_waves, (long long)waves);
-    CHECK((tile_rows + 1) * tiles > used_waves * wave, "%lld rows of %lld tiles, waves of %lld",
-          (long long)tile_rows, (long long)tiles, (long long)wave);
-  }
-  CHECK(filled > 300, "%lld blocks with a wave", (long long)filled);
-}
-
 int main(void) {
   test_seed(31);
   int named;
@@ -331,7 +301,6 @@ int main(void) {
     flce_gpu_backend(&all[k], &backends[1 + k]);
   }
   test_scratch_of_blocks();
-  test_waves();
   for (int draws = 0; draws < DRAWS; draws++) {
     flce_problem p = draw();
     char blocks[64];
