@@ -343,6 +343,7 @@ static double fastest_in_dw(block_loop loop, int64_t row_bytes, const chunk_alte
   int64_t left = (memory.row_buffers + FLCE_BLOCK_CLASS_STEP * memory.logits_class) / memory.row;
   loop.classes = min64(max64(left, FLCE_BLOCK_CLASS_STEP), memory.classes);
   list_whole_blocks(&loop, &memory, &whole);
+  if (whole.number < loop.fewest_whole) return INFINITY;
   loop.whole = &whole;
   return fastest_blocks(&loop, INFINITY, 0, block);
 }
