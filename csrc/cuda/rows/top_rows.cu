@@ -50,6 +50,23 @@ __device__ __forceinline__ uint32_t key_at(const KeyedRow<T, EXP>& row, T raw, i
   return key_of(row.falls ? -v : v);
 }
 
+/* Calls visit(keys, column) with the keys of a vector of columns, the first of which is `first`. */
+template <typename T, bool EXP, typename Visit>
+__device__ __forceinline__ void visit_vector(const KeyedRow<T, EXP>& row,
+                                             const Vec<T, kVec<T>>& raw, int first, Visit visit) {
+  uint32_t keys[kVec<T>];
+#pragma unroll
+  for (int e = 0; e < kVec<T>; e++) keys[e] = key_at(row, raw.at[e], first + e);
+  visit(keys, first);
+}
+
+/* The same with that of one column. */
+template <typename T, bool EXP, typename Visit>
+__device__ __forceinline__ void visit_column(const KeyedRow<T, EXP>& row, int col, Visit visit) {
+  const uint32_t keys[1] = {key_at(row, row.values[col], col)};
+  visit(keys, col);
+}
+
 /* What a thread reads at a time, a unit: a vector of columns where the row is aligned, else, and at
  * the row's end, one column. */
 template <typename T, bool EXP>
@@ -66,14 +83,9 @@ struct Units {
                                         const Vec<T, kVec<T>>& raw, Visit visit) const {
     constexpr int N = kVec<T>;
     if (u < vectors) {
-      uint32_t keys[N];
-#pragma unroll
-      for (int e = 0; e < N; e++) keys[e] = key_at(row, raw.at[e], u * N + e);
-      visit(keys, u * N);
+      visit_vector(row, raw, u * N, visit);
     } else {
-      const int col = vectors * N + u - vectors;
-      const uint32_t keys[1] = {key_at(row, row.values[col], col)};
-      visit(keys, col);
+      visit_column(row, vectors * N + u - vectors, visit);
     }
   }
 
@@ -152,15 +164,9 @@ struct TileGroups {
       if (first + N <= row.vocab) {
         Vec<Value, N> raw;
         load_vec<false>(row.values + first, raw);
-        uint32_t keys[N];
-#pragma unroll
-        for (int e = 0; e < N; e++) keys[e] = key_at(row, raw.at[e], first + e);
-        visit(keys, first);
+        visit_vector(row, raw, first, visit);
       } else {
-        for (int col = first; col < row.vocab; col++) {
-          const uint32_t keys[1] = {key_at(row, row.values[col], col)};
-          visit(keys, col);
-        }
+        for (int col = first; col < row.vocab; col++) visit_column(row, col, visit);
       }
     }
   }
