@@ -360,13 +360,18 @@ static double choose_dx_first(block_loop loop, const chunk_alternative* chunks,
   return chunks->dx_effort + effort + writing_effort(&loop, loop.classes);
 }
 
+/* Whether the backward of `plan` may have FLCE_BLOCKS_IN_DW. */
+static bool may_be_in_dw(const flce_plan* plan, const chunk_alternative* chunks) {
+  return chunks->dw_is_free && plan->strategy == FLCE_SAVE_STATS;
+}
+
 /* The blocks of both gradients after a forward that kept the statistics. Returns their time, or
  * INFINITY. */
 static double choose_in_dw(block_loop loop, const chunk_alternative* chunks, block_shape* block) {
   const flce_problem* problem = loop.problem;
   const flce_plan* plan = loop.plan;
   bool one_chunk = chunks->rows >= problem->shape.rows;
-  if (one_chunk || !chunks->dw_is_free || plan->strategy != FLCE_SAVE_STATS) return INFINITY;
+  if (one_chunk || !may_be_in_dw(plan, chunks)) return INFINITY;
   bool gathers = problem->shape.rows < problem->shape.tokens; /* as choose_gathers with blocks */
   flce_dx_use use = flce_use_of_dx(problem, plan, gathers);
   int64_t row_bytes = loop.copies_row_bytes;
@@ -389,8 +394,7 @@ static block_shape asked_block(const block_loop* loop, const chunk_alternative* 
                        .whole_classes = loop->classes};
   if (!facts->asks_dw_memory) return block;
   if (!isinf(chunks->dx_effort)) block.blocks = FLCE_BLOCKS_DX_FIRST;
-  if (chunks->dw_is_free && loop->plan->strategy == FLCE_SAVE_STATS)
-    block.blocks = FLCE_BLOCKS_IN_DW;
+  if (may_be_in_dw(loop->plan, chunks)) block.blocks = FLCE_BLOCKS_IN_DW;
   return block;
 }
 

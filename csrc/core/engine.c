@@ -127,6 +127,9 @@ static flce_status forward_grads(const execution* e) {
   return flce_reduce_losses(e, reduce_may_overlap);
 }
 
+/* What a loop over blocks does with each of them. */
+typedef flce_status block_step(const execution* e, const chunk* block);
+
 /* All gradients of a block of classes. */
 static flce_status gradients_of_block(const execution* e, const chunk* block) {
   FLCE_TRY(flce_exp_or_dz_of_block(e, block));
@@ -134,16 +137,43 @@ static flce_status gradients_of_block(const execution* e, const chunk* block) {
   return flce_add_dw_db(e, block);
 }
 
+/* dW and db of a block of classes, from its logits, which are computed again. */
+static flce_status dw_of_block(const execution* e, const chunk* block) {
+  FLCE_TRY(flce_exp_or_dz_of_block(e, block));
+  return flce_add_dw_db(e, block);
+}
+
+/* By blocks of a chunk's rows in the workspace, of the classes from first_class on. */
+static flce_status each_block(const execution* e, const chunk* rows, int64_t first_class,
+                              block_step* step) {
+  FLCE_TRY(flce_copy_input(e, rows));
+  FLCE_TRY(flce_scale_input(e, rows));
+  for (int64_t first = first_class; first < rows->classes; first += e->plan->block_classes) {
+    const chunk block = flce_block_of(e, rows, first);
+    FLCE_TRY(step(e, &block));
+  }
+  return FLCE_OK;
+}
+
+/* By blocks over all rows in the memory of dW, of the first classes. */
+static flce_status each_whole_block(const execution* e, block_step* step) {
+  if (e->plan->whole_classes == 0) return FLCE_OK; /* the copies of all rows need not fit either */
+  const chunk rows = flce_all_rows_in_dw(e);
+  FLCE_TRY(flce_copy_input(e, &rows));
+  FLCE_TRY(flce_scale_input(e, &rows));
+  for (int64_t first = 0; first < e->plan->whole_classes;) {
+    const chunk block = flce_block_in_dw(e, &rows, first);
+    FLCE_TRY(step(e, &block));
+    first += block.classes;
+  }
+  return FLCE_OK;
+}
+
 /* The gradients of a chunk's rows, of all of which the statistics are known: from the logits of a
  * block of classes at a time, which are computed again. dX is summed over the blocks in the stat
  * dtype; dW of a block is one GEMM over the chunk's rows. */
 static flce_status gradients_of_blocks(const execution* e, const chunk* rows) {
-  FLCE_TRY(flce_copy_input(e, rows));
-  FLCE_TRY(flce_scale_input(e, rows));
-  for (int64_t first = 0; first < rows->classes; first += e->plan->block_classes) {
-    const chunk block = flce_block_of(e, rows, first);
-    FLCE_TRY(gradients_of_block(e, &block));
-  }
+  FLCE_TRY(each_block(e, rows, 0, gradients_of_block));
   return flce_finish_chunk_dx(e, rows);
 }
 
@@ -163,38 +193,6 @@ static flce_status forward_grads_by_blocks(const execution* e) {
   return flce_reduce_losses(e, false);
 }
 
-/* dW and db of a block of classes, from its logits, which are computed again. */
-static flce_status dw_of_block(const execution* e, const chunk* block) {
-  FLCE_TRY(flce_exp_or_dz_of_block(e, block));
-  return flce_add_dw_db(e, block);
-}
-
-/* dW and db of the first classes, by blocks over all rows in the memory of dW. */
-static flce_status dw_of_whole_blocks(const execution* e) {
-  if (e->plan->whole_classes == 0) return FLCE_OK; /* the copies of all rows need not fit either */
-  const chunk rows = flce_all_rows_in_dw(e);
-  FLCE_TRY(flce_copy_input(e, &rows));
-  FLCE_TRY(flce_scale_input(e, &rows));
-  for (int64_t first = 0; first < e->plan->whole_classes;) {
-    const chunk block = flce_block_in_dw(e, &rows, first);
-    FLCE_TRY(dw_of_block(e, &block));
-    first += block.classes;
-  }
-  return FLCE_OK;
-}
-
-/* dW and db of the classes after them, by blocks of a chunk's rows in the workspace. */
-static flce_status dw_of_last_blocks(const execution* e, const chunk* rows) {
-  FLCE_TRY(flce_copy_input(e, rows));
-  FLCE_TRY(flce_scale_input(e, rows));
-  int64_t step = e->plan->block_classes;
-  for (int64_t first = e->plan->whole_classes; first < rows->classes; first += step) {
-    const chunk block = flce_block_of(e, rows, first);
-    FLCE_TRY(dw_of_block(e, &block));
-  }
-  return FLCE_OK;
-}
-
 /* save=grads under a small max_memory, if the memory of dW is free until dW is written there
  * (core/dw_memory.h): it holds the chunks of all classes that make the statistics and dX, then the
  * blocks that make dW. */
@@ -210,10 +208,10 @@ static flce_status forward_grads_dx_first(const execution* e) {
     FLCE_TRY(flce_dx_gemm(e, &c));
     FLCE_TRY(flce_finish_chunk_dx(e, &c));
   }
-  FLCE_TRY(dw_of_whole_blocks(e));
+  FLCE_TRY(each_whole_block(e, dw_of_block));
   for (int64_t first = 0; first < rows; first += e->plan->block_rows) {
     const chunk c = flce_rows_of_blocks(e, first);
-    FLCE_TRY(dw_of_last_blocks(e, &c));
+    FLCE_TRY(each_block(e, &c, e->plan->whole_classes, dw_of_block));
   }
   FLCE_TRY(flce_finish_gradients(e));
   FLCE_TRY(flce_class_logits(e));
@@ -373,20 +371,6 @@ static flce_status backward_stats_by_blocks(execution* e) {
   return flce_finish_gradients(e);
 }
 
-/* The gradients of the first classes, by blocks over all rows in the memory of dW. dX remains a
- * sum. */
-static flce_status gradients_of_whole_blocks(const execution* e) {
-  const chunk rows = flce_all_rows_in_dw(e);
-  FLCE_TRY(flce_copy_input(e, &rows));
-  FLCE_TRY(flce_scale_input(e, &rows));
-  for (int64_t first = 0; first < e->plan->whole_classes;) {
-    const chunk block = flce_block_in_dw(e, &rows, first);
-    FLCE_TRY(gradients_of_block(e, &block));
-    first += block.classes;
-  }
-  return FLCE_OK;
-}
-
 /* dW and db of those classes of a block that are in [begin, end); `adds` as chunk.adds_dw. */
 static flce_status dw_of_range(const execution* e, const chunk* block, int64_t begin, int64_t end,
                                bool adds) {
@@ -398,42 +382,45 @@ static flce_status dw_of_range(const execution* e, const chunk* block, int64_t b
   return flce_add_dw_db(e, &part);
 }
 
-/* dX of a chunk's rows, by blocks of the other classes in the workspace, and dW of those classes
- * whose memory has no sum of dX any more (free_classes). The chunks before have written dW of the
- * first written_classes, to which this one adds; of the others it is the first. */
-static flce_status dx_and_free_dw(const execution* e, const chunk* rows) {
+/* Which part of dW a chunk's blocks make: that of the classes before `end`. The chunks before have
+ * written the classes before `written`, to which it is added; of the others this chunk is the
+ * first.
+ */
+typedef struct dw_part {
+  int64_t written, end;
+} dw_part;
+
+/* A part of dW, and dX if `makes_dx`, by blocks of a chunk's rows in the workspace, of the classes
+ * from first_class on. */
+static flce_status dw_part_of_blocks(const execution* e, const chunk* rows, int64_t first_class,
+                                     dw_part part, bool makes_dx) {
   FLCE_TRY(flce_copy_input(e, rows));
   FLCE_TRY(flce_scale_input(e, rows));
-  int64_t step = e->plan->block_classes, written_classes = 0;
-  int64_t free_classes = flce_free_classes(e->problem, e->plan, rows->first);
-  if (rows->first > 0)
-    written_classes = flce_free_classes(e->problem, e->plan, rows->first - e->plan->block_rows);
-  for (int64_t first = e->plan->whole_classes; first < rows->classes; first += step) {
+  for (int64_t first = first_class; first < rows->classes; first += e->plan->block_classes) {
     const chunk block = flce_block_of(e, rows, first);
     FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
-    FLCE_TRY(flce_dx_gemm(e, &block));
-    FLCE_TRY(dw_of_range(e, &block, 0, written_classes, true));
-    FLCE_TRY(dw_of_range(e, &block, written_classes, free_classes, false));
+    if (makes_dx) FLCE_TRY(flce_dx_gemm(e, &block));
+    FLCE_TRY(dw_of_range(e, &block, 0, part.written, true));
+    FLCE_TRY(dw_of_range(e, &block, part.written, part.end, false));
   }
+  return FLCE_OK;
+}
+
+/* dX of a chunk's rows, by blocks of the classes after those of blocks over all rows, and dW of
+ * those of them whose memory has no sum of dX any more. */
+static flce_status dx_and_free_dw(const execution* e, const chunk* rows) {
+  dw_part part = {.end = flce_free_classes(e->problem, e->plan, rows->first)};
+  if (rows->first > 0)
+    part.written = flce_free_classes(e->problem, e->plan, rows->first - e->plan->block_rows);
+  FLCE_TRY(dw_part_of_blocks(e, rows, e->plan->whole_classes, part, true));
   return flce_finish_chunk_dx(e, rows);
 }
 
-/* A chunk's part of dW of the classes whose memory was not free in its dx_and_free_dw. It is added
- * to dW of the first written_classes; of the others this chunk is the first. */
-static flce_status dw_of_other_classes(const execution* e, const chunk* rows,
-                                       int64_t written_classes) {
-  int64_t step = e->plan->block_classes, vocab = rows->classes;
-  int64_t begin = flce_free_classes(e->problem, e->plan, rows->first);
+/* A chunk's part of dW of the classes whose memory was not free in its dx_and_free_dw. */
+static flce_status dw_of_other_classes(const execution* e, const chunk* rows, int64_t written) {
+  int64_t begin = flce_free_classes(e->problem, e->plan, rows->first), vocab = rows->classes;
   if (begin == vocab) return FLCE_OK;
-  FLCE_TRY(flce_copy_input(e, rows));
-  FLCE_TRY(flce_scale_input(e, rows));
-  for (int64_t first = begin; first < vocab; first += step) {
-    const chunk block = flce_block_of(e, rows, first);
-    FLCE_TRY(flce_exp_or_dz_of_block(e, &block));
-    FLCE_TRY(dw_of_range(e, &block, 0, written_classes, true));
-    FLCE_TRY(dw_of_range(e, &block, written_classes, vocab, false));
-  }
-  return FLCE_OK;
+  return dw_part_of_blocks(e, rows, begin, (dw_part){.written = written, .end = vocab}, false);
 }
 
 /* save=stats under a small max_memory, if the memory of dW is free until dW is written there
@@ -443,17 +430,17 @@ static flce_status backward_stats_in_dw(execution* e) {
   FLCE_TRY(begin_backward(e));
   const chunk all = flce_all_rows(e);
   FLCE_TRY(flce_upstream_coefficients(e, &all));
-  FLCE_TRY(gradients_of_whole_blocks(e));
+  FLCE_TRY(each_whole_block(e, gradients_of_block)); /* dX remains a sum */
   int64_t step = e->plan->block_rows, last = (all.rows - 1) / step * step;
   /* By dx_and_free_dw of all chunks. The first chunk of the second loop writes the others. */
-  int64_t written_classes = flce_free_classes(e->problem, e->plan, last);
+  int64_t written = flce_free_classes(e->problem, e->plan, last);
   for (int64_t first = 0; first < all.rows; first += step) {
     const chunk c = flce_rows_of_blocks(e, first);
     FLCE_TRY(dx_and_free_dw(e, &c));
   }
   for (int64_t first = 0; first < all.rows; first += step) {
     const chunk c = flce_rows_of_blocks(e, first);
-    FLCE_TRY(dw_of_other_classes(e, &c, first > 0 ? c.classes : written_classes));
+    FLCE_TRY(dw_of_other_classes(e, &c, first > 0 ? c.classes : written));
   }
   FLCE_TRY(flce_order_targets(e));
   return flce_finish_gradients(e);

@@ -22,7 +22,7 @@ static int64_t gemms_of_range(int64_t begin, int64_t end, int64_t from, int64_t 
 }
 
 /* GEMMs of the blocks in the workspace with FLCE_BLOCKS_IN_DW. `written` and `by_last` are
- * written_classes of engine.c's dx_and_free_dw and dw_of_other_classes. */
+ * dw_part.written of engine.c's dx_and_free_dw and dw_of_other_classes. */
 static int64_t gemms_of_rest(const flce_problem* problem, const flce_plan* plan) {
   int64_t n = problem->shape.rows, v = problem->shape.vocab, whole = plan->whole_classes;
   int64_t step = plan->block_classes, piece = plan->dw_piece_rows;
